@@ -1,0 +1,143 @@
+"""The one configuration of hf_laer: a frozen, validated dataclass that round-trips through YAML and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STRATEGIES = ("ep", "llep", "fsep", "fsdp")
+DTYPES = ("float32", "bfloat16", "float16")
+RECOMPUTE = ("layer", "experts")
+
+
+@dataclass(frozen=True)
+class LaerConfig:
+    """How the MoE layers of a patched model run.
+
+    Args:
+        strategy: Where experts live and how tokens meet them.
+            ``ep`` keeps whole experts with an owner; ``llep`` also spills what exceeds an owner's capacity to the
+            least loaded ranks (LLEP, arXiv 2601.17111); ``fsep`` shards every expert over all ranks and re-lays
+            them out each step (LAER-MoE, arXiv 2602.11686); ``fsdp`` unshards every expert on every rank.
+        capacity_factor: LLEP's alpha: an owner's capacity as a multiple of the mean load (>= 1).
+        min_tokens_per_gemm: LLEP's m: fewer tokens than this are not worth a weight transfer (>= 1).
+        imbalance_threshold: LLEP's lambda: spilling is off while max/mean load over ranks is below it (>= 1).
+        slots_per_rank: FSEP's room for unsharded experts on each rank; ``None`` means a quarter more than an even
+            share of the experts, and at least one more.
+        relayout_interval: FSEP makes a new placement every so many training micro-batches (>= 1).
+        history: FSEP sums the loads of so many of the latest training micro-batches (>= 1).
+        group_size: Tokens stay inside groups of so many consecutive ranks, each group holding a replica of every
+            expert; ``None`` means all ranks.
+        ranks_per_node: Ranks that share a node; ``None`` takes it from the launcher (``LOCAL_WORLD_SIZE``).
+        compute_dtype: Dtype of the expert GEMMs and of unsharded weights; ``None`` follows FSDP's mixed-precision
+            policy, or the parameters.
+        reduce_dtype: Dtype in which weight gradients travel; ``None`` follows FSDP's policy, or the parameters.
+            Accumulation is always float32.
+        recompute: Under activation checkpointing, ``layer`` repeats dispatch, experts and combine; ``experts``
+            keeps the dispatched rows and the output, so that the replay issues no collective.
+
+    Raises:
+        ValueError: A setting is impossible; the message names it and the remedy.
+    """
+
+    strategy: str = "llep"
+    capacity_factor: float = 1.0
+    min_tokens_per_gemm: int = 1024
+    imbalance_threshold: float = 1.3
+    slots_per_rank: int | None = None
+    relayout_interval: int = 1
+    history: int = 5
+    group_size: int | None = None
+    ranks_per_node: int | None = None
+    compute_dtype: str | None = None
+    reduce_dtype: str | None = None
+    recompute: str = "layer"
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("recompute", self.recompute, RECOMPUTE)
+        _at_least("capacity_factor", self.capacity_factor, 1.0)
+        _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)
+        for name in ("min_tokens_per_gemm", "relayout_interval", "history"):
+            _whole(name, getattr(self, name))
+        for name in ("slots_per_rank", "group_size", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        for name in ("compute_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                _one_of(name, getattr(self, name), DTYPES)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LaerConfig:
+        """Builds a config from a mapping; an unknown key is a ``ValueError`` that lists the known ones."""
+        if not isinstance(values, dict):
+            raise ValueError(f"LaerConfig needs a mapping of settings, got {type(values).__name__}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(map(str, set(values) - known))
+        if unknown:
+            raise ValueError(f"LaerConfig has no setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> LaerConfig:
+        """Reads a ``.yaml``, ``.yml`` or ``.json`` file, the latter two never running code."""
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            values = json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
+        except (json.JSONDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{path} is not a readable LaerConfig file: {error}") from error
+        try:
+            return cls.from_dict(values or {})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as plain Python values."""
+        return dataclasses.asdict(self)
+
+    def to_file(self, path: str | Path) -> None:
+        """Writes YAML or JSON by the file's suffix, aside first, then renamed."""
+        path = Path(path)
+        values = self.to_dict()
+        text = json.dumps(values, indent=2) if path.suffix == ".json" else yaml.safe_dump(values, sort_keys=False)
+        aside = path.with_name(path.name + ".tmp")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+
+    def slots_for(self, num_experts: int, ranks: int) -> int:
+        """Slots per rank of an FSEP placement of ``num_experts`` on ``ranks`` ranks of one group.
+
+        Raises:
+            ValueError: ``slots_per_rank`` is too small to hold every expert once.
+        """
+        share = math.ceil(num_experts / ranks)
+        wanted = self.slots_per_rank
+        if wanted is None:
+            wanted = max(share + 1, math.ceil(1.25 * num_experts / ranks))
+        if wanted < share:
+            raise ValueError(
+                f"slots_per_rank={wanted} on {ranks} ranks holds {wanted * ranks} experts, the model has "
+                f"{num_experts}: set slots_per_rank to {share} or more"
+            )
+        return min(wanted, num_experts)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: object, least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+        raise ValueError(f"{name}={value!r} must be a finite number of at least {least}")
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")

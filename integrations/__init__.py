@@ -1,0 +1,1 @@
+"""The Hugging Face side of hf_laer."""
