@@ -1,9 +1,9 @@
 """Planners: pure functions from loads to plans. Numpy in, frozen dataclasses out; no torch."""
 
-from .cost import CostModel, balanced_ideal, lower_bound, predict
+from .cost import CostModel, balanced_ideal, cheaper, lower_bound, predict
 from .eplb import eplb, eplb_placement, lplb
 from .fixed import ep, fsdp, fsdp_ep
-from .laer import initial_placement, laer_placement
+from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .owners import chunk_owners
 from .registry import PLANNERS, get_planner, planner_summary
@@ -29,6 +29,7 @@ __all__ = [
     "Topology",
     "Traffic",
     "balanced_ideal",
+    "cheaper",
     "chunk_owners",
     "compile_kernels",
     "ep",
@@ -43,6 +44,7 @@ __all__ = [
     "fsdp_ep",
     "fsep",
     "fsep_llep",
+    "fsep_placement",
     "get_planner",
     "imbalance",
     "initial_placement",

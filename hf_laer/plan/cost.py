@@ -14,7 +14,7 @@ from .topology import Topology
 from .traffic import Traffic, traffic
 from .types import EMPTY, Placement, Plan, Prediction
 
-HOMES = ("whole", "sharded", "copies", "resident")
+HOMES = ("whole", "sharded", "copies", "resident", "shadowed")
 RECOMPUTE = ("none", "experts", "layer")
 
 
@@ -84,9 +84,11 @@ class CostModel:
         """Weight transfers per micro-batch: to the slots, again for backward, gradients home."""
         return 3 if self.training else 1
 
-    def transfer_tokens(self) -> int:
-        """How many tokens' compute one expert's trip inside a node is worth: LLEP's m from figures."""
-        trip = self.expert_bytes / self.topology.intra_bandwidth * self.weight_trips
+    def transfer_tokens(self, between_nodes: bool = False) -> int:
+        """How many tokens' compute one expert's trip is worth: LLEP's m from figures."""
+        machine = self.topology
+        link = machine.inter_bandwidth / machine.width if between_nodes else machine.intra_bandwidth
+        trip = self.expert_bytes / min(link, machine.intra_bandwidth) * self.weight_trips
         token = self.token_flops / (self.topology.flops * max(self.topology.gemm_efficiency)) * self.computes
         return max(1, int(trip / token))
 
@@ -109,8 +111,9 @@ def predict(
         cost: Layer and machine.
         home: Where weights live: ``whole`` at an owner (helpers fetch them), ``sharded`` over all ranks
             (every slot is unsharded), ``copies`` sharded over the ranks that hold the expert (FSDP + EP),
-            ``resident`` in every slot for good (gradients are all-reduced over the copies).
-        owners: int64 ``[E]``, needed for ``whole``.
+            ``resident`` in every slot for good (gradients are all-reduced over the copies), ``shadowed`` at
+            an owner that broadcasts (each holder passes the weights on once).
+        owners: int64 ``[E]``, needed for ``whole`` and ``shadowed``.
         foreseen: The slots that were known before this layer ran, whose weights travel under compute;
             ``None`` means none of the helpers' for ``whole``, all for the others.
         moved: Experts per micro-batch that change their home for good, with optimizer state.
@@ -130,7 +133,7 @@ def predict(
     received, given, far = weight_bytes(plan.placement, cost, home, owners)
     trip = _link_seconds(received, given, far, cost)
     # What no one foresaw delays the forward; backward knows the plan and has compute to hide weights under.
-    sudden = trip if home == "whole" else 0.0
+    sudden = trip if home in ("whole", "shadowed") else 0.0
     if foreseen is not None:
         sudden = max(0.0, trip - _link_seconds(*weight_bytes(foreseen, cost, home, owners), cost))
     slowest = float(compute.max())
@@ -152,6 +155,17 @@ def predict(
         foreign_tokens=sent.foreign_nodes,
     )
     return replace(plan, predicted=prediction)
+
+
+def cheaper(plan: Plan, other: Plan) -> Plan:
+    """The plan that is predicted to take less time, the first of equals.
+
+    Raises:
+        ValueError: One carries no prediction.
+    """
+    if plan.predicted is None or other.predicted is None:
+        raise ValueError("both plans need a prediction: call predict first")
+    return plan if plan.predicted.seconds <= other.predicted.seconds else other
 
 
 def compute_seconds(plan: Plan, cost: CostModel) -> np.ndarray:
@@ -214,8 +228,8 @@ def weight_bytes(
     placement: Placement, cost: CostModel, home: str, owners: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes of one weight trip: float64 ``[N]`` received, ``[N]`` sent, ``[nodes]`` over a node's border."""
-    if home == "whole" and owners is None:
-        raise ValueError("home='whole' needs the owners of the experts")
+    if home in ("whole", "shadowed") and owners is None:
+        raise ValueError(f"home={home!r} needs the owners of the experts")
     table = np.zeros(0, np.int64) if owners is None else np.ascontiguousarray(owners, np.int64)
     experts = int(placement.slots.max()) + 1
     in_experts = _weight_trip(placement.slots, table, HOMES.index(home), experts, cost.topology.width)
@@ -259,8 +273,8 @@ def _weight_trip(
                 far_out[node] -= size / ranks
             else:
                 holders = copies[expert]
-                # Gathered over the holders; an all-reduce is a reduce-scatter and a gather.
-                trips = 1.0 if home == 2 else 2.0
+                # A ring over the holders, for a gather as for a broadcast; an all-reduce is two of them.
+                trips = 2.0 if home == 3 else 1.0
                 received[rank] += trips * (holders - 1) / holders
                 sent[rank] += trips * (holders - 1) / holders
                 far_in[node] += trips * (holders - near[node, expert]) / holders
