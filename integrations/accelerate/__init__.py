@@ -1,0 +1,1 @@
+"""Accelerate: FSDP2 with sharded experts."""
