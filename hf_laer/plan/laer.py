@@ -1,0 +1,152 @@
+"""LAER's re-layout: candidate replica counts, the greedy placement of each, the cheapest wins (arXiv
+2602.11686).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ._jit import kernel
+from .copies import even_copies, greedy_copies, moved_copy, proportional_copies
+from .relayout import load_units, place_copies
+from .types import Placement
+from .validate import check_history, check_room, node_width
+
+# Copies by: one at a time, evenly, by share, a node's worth at a time. Further candidates move one copy of
+# the first three.
+BASES = 4
+
+
+def laer_placement(
+    loads: np.ndarray,
+    num_ranks: int,
+    slots_per_rank: int,
+    ranks_per_node: int | None = None,
+    *,
+    candidates: int = 6,
+    remote_permille: int = 500,
+) -> Placement:
+    """Places experts for loads like ``loads`` (LAER-MoE, arXiv 2602.11686, section 4 and Algorithm 1).
+
+    Args:
+        loads: int64 ``[E]`` tokens per expert, or ``[N, E]`` per source rank and expert, of recent steps.
+        num_ranks: N, the ranks of one token group.
+        slots_per_rank: S, the experts that a rank unshards.
+        ranks_per_node: Consecutive ranks that share a node (the last may have fewer); ``None``: one node.
+        candidates: How many replica counts to try; the first four are by priority queue, even, proportional,
+            and by priority queue with a node's worth at a time, then come moves of a single copy.
+        remote_permille: What a token that leaves its node costs, in thousandths of a token's compute.
+
+    Returns:
+        The candidate with the smallest sum of the most loaded rank's tokens (tokens of an expert shared
+        evenly by its copies) and the priced mean of tokens that leave their node. Every expert is placed,
+        none twice on one rank, and ``min(N * S, N * E)`` slots are used.
+
+    Raises:
+        ValueError: Bad loads, too few slots, or fewer than one candidate.
+    """
+    loads = check_history(loads, num_ranks)
+    check_room(loads.shape[1], num_ranks, slots_per_rank)
+    if candidates < 1 or remote_permille < 0:
+        raise ValueError(
+            f"need candidates >= 1 and remote_permille >= 0, got {candidates} and {remote_permille}"
+        )
+    slots = min(int(slots_per_rank), loads.shape[1])
+    width = node_width(ranks_per_node, num_ranks)
+    return Placement(_cheapest(loads, int(num_ranks), slots, width, int(candidates), int(remote_permille)))
+
+
+def initial_placement(
+    num_experts: int, num_ranks: int, slots: int, ranks_per_node: int | None = None
+) -> Placement:
+    """A placement before any load is known: copies as equal as can be, dealt over nodes and ranks.
+
+    Where ``slots`` is just ``ceil(E / N)`` each expert is placed once and the slots left over stay empty (30
+    experts
+    on 8 ranks: 4, 4, 4, 4, 4, 4, 3, 3); with more, every slot is used.
+
+    Raises:
+        ValueError: Too few slots to hold every expert once.
+    """
+    check_room(num_experts, num_ranks, slots)
+    width = node_width(ranks_per_node, num_ranks)
+    room = num_ranks * min(slots, num_experts) if slots > -(-num_experts // num_ranks) else num_experts
+    copies = even_copies(num_experts, num_ranks, room)
+    nothing = np.zeros(num_experts, np.int64)
+    return Placement(place_copies(nothing, copies, num_ranks, min(slots, num_experts), width))
+
+
+@kernel
+def _cheapest(
+    loads: np.ndarray, ranks: int, slots: int, width: int, candidates: int, remote_permille: int
+) -> np.ndarray:
+    by_node = _node_loads(loads, ranks, width)
+    load = loads.sum(axis=0)
+    best = np.empty((ranks, slots), np.int64)
+    lowest = -1
+    for candidate in range(candidates):
+        copies = _copies(candidate, load, ranks, ranks * slots, -(-ranks // width))
+        table = place_copies(load, copies, ranks, slots, width)
+        cost = _cost(table, load, copies, by_node, width, remote_permille)
+        if lowest < 0 or cost < lowest:
+            lowest, best = cost, table
+    return best
+
+
+@kernel
+def _copies(candidate: int, load: np.ndarray, ranks: int, room: int, nodes: int) -> np.ndarray:
+    base = candidate if candidate < BASES else (candidate - BASES) % (BASES - 1)
+    if base == 0:
+        copies = greedy_copies(load, ranks, room, ranks + 1)
+    elif base == 1:
+        copies = even_copies(len(load), ranks, room)
+    elif base == 2:
+        copies = proportional_copies(load, ranks, room)
+    else:
+        copies = greedy_copies(load, ranks, room, nodes)
+    return copies if candidate < BASES else moved_copy(copies, ranks, candidate)
+
+
+@kernel
+def _node_loads(loads: np.ndarray, ranks: int, width: int) -> np.ndarray:
+    """Tokens per source node and expert, ``[nodes, E]``; sources that are not known are taken as even."""
+    nodes = -(-ranks // width)
+    by_node = np.zeros((nodes, loads.shape[1]), np.int64)
+    if len(loads) < ranks:
+        for node in range(nodes):
+            by_node[node] = loads[0] * (min((node + 1) * width, ranks) - node * width) // ranks
+    else:
+        for rank in range(ranks):
+            by_node[rank // width] += loads[rank]
+    return by_node
+
+
+@kernel
+def _cost(
+    table: np.ndarray,
+    load: np.ndarray,
+    copies: np.ndarray,
+    by_node: np.ndarray,
+    width: int,
+    remote_permille: int,
+) -> int:
+    """The most loaded rank plus the priced tokens that must leave their node, per rank; both in
+    :func:`load_units`.
+    """
+    unit = load_units(load, copies)
+    present = np.zeros(by_node.shape, np.bool_)
+    highest = 0
+    for rank in range(table.shape[0]):
+        held = 0
+        for expert in table[rank]:
+            if expert >= 0:
+                held += unit[expert]
+                present[rank // width, expert] = True
+        highest = max(highest, held)
+    remote = 0
+    for node in range(by_node.shape[0]):
+        for expert in range(by_node.shape[1]):
+            if not present[node, expert]:
+                remote += by_node[node, expert]
+    scale = 1 << 20 if load.sum() < 1 << 40 else 1
+    return highest + remote * scale // (table.shape[0] * 1000) * remote_permille

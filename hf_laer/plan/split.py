@@ -1,0 +1,282 @@
+"""The exact split: for a given placement and the loads that are really there, none has a lower maximum.
+
+Ranks are levelled by augmenting paths. A rank above the target hands tokens of an expert to another holder of
+that expert, which may pass on tokens of another one, until a rank below the target is reached. If there is no
+such path, the ranks that can be reached hold tokens which no other rank can compute, so their mean is a lower
+bound: it becomes the target (Newton's method for parametric flow). All in integers, so the result is optimal
+to the token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ._jit import kernel
+from .types import Placement, Plan, Split
+from .validate import check_loads, check_placement, node_width
+
+
+def exact_split(
+    loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None, *, slack: int = 0
+) -> Split:
+    """Splits each expert's tokens over its replicas: lowest possible maximum first, then little traffic.
+
+    The idea of splitting this step's tokens over a stale placement is ours; LPLB (deepseek-ai) does it by a
+    linear programme.
+
+    Args:
+        loads: int64 ``[N, E]``, tokens per source rank and expert.
+        placement: Slot table ``[N, S]``; each filled slot becomes one replica, also if it gets no token.
+        ranks_per_node: Consecutive ranks that share a node; ``None`` means one node.
+        slack: Tokens by which the most loaded rank may exceed the optimum, to leave more where they are.
+
+    Returns:
+        The split, replicas of each expert in rank order. The most loaded rank has the least load that this
+        placement allows, plus at most ``slack``. Tokens stay on their rank, then on their node, as far as
+        that leaves them free.
+
+    Raises:
+        ValueError: Bad loads or placement, an expert with tokens that no rank holds, or a negative slack.
+    """
+    loads = check_loads(loads)
+    slots = check_placement(placement, *loads.shape)
+    width = node_width(ranks_per_node, len(loads))
+    if slack < 0:
+        raise ValueError(f"slack={slack} must not be negative")
+    first, rank, slot, quota, homeless = _split(loads, slots, width, int(slack))
+    if homeless >= 0:
+        tokens = int(loads[:, homeless].sum())
+        raise ValueError(f"expert {homeless} has {tokens} tokens, but no rank holds it")
+    return Split(first, rank, slot, quota)
+
+
+def fsep(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None) -> Plan:
+    """FSEP's plan: a placement made from recent loads, and the exact split of the loads that are there now.
+
+    Placement after LAER-MoE (arXiv 2602.11686); see :func:`exact_split` for arguments and errors.
+    """
+    return Plan(placement, exact_split(loads, placement, ranks_per_node))
+
+
+@kernel
+def _split(
+    loads: np.ndarray, slots: np.ndarray, width: int, slack: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """first, rank, slot, end, and an expert that has tokens but no replica (or -1)."""
+    ranks, experts = loads.shape
+    first, rank, slot, at_slot = index_replicas(slots, experts)
+    expert_of = np.empty(len(rank), np.int64)
+    own = np.empty(len(rank), np.int64)
+    for expert in range(experts):
+        if first[expert] == first[expert + 1] and loads[:, expert].sum() > 0:
+            return first, rank, slot, own, expert
+        for at in range(first[expert], first[expert + 1]):
+            expert_of[at] = expert
+            own[at] = loads[rank[at], expert]
+    quota = nearest_quotas(loads, first, rank, width)
+    held = np.zeros(ranks, np.int64)
+    for at in range(len(rank)):
+        held[rank[at]] += quota[at]
+    level(quota, held, own, first, rank, expert_of, at_slot, width, slack)
+    for expert in range(experts):
+        for at in range(first[expert] + 1, first[expert + 1]):
+            quota[at] += quota[at - 1]
+    return first, rank, slot, quota, -1
+
+
+@kernel
+def index_replicas(slots: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Replicas by expert, in rank order: first ``[E + 1]``, rank and slot ``[R]``, and the replica in each
+    slot.
+    """
+    first = np.zeros(experts + 1, np.int64)
+    for rank in range(slots.shape[0]):
+        for expert in slots[rank]:
+            if expert >= 0:
+                first[expert + 1] += 1
+    first = np.cumsum(first)
+    next_of = first[:-1].copy()
+    rank_of = np.empty(first[-1], np.int64)
+    slot_of = np.empty(first[-1], np.int64)
+    at_slot = np.full(slots.shape, -1, np.int64)
+    for rank in range(slots.shape[0]):
+        for slot in range(slots.shape[1]):
+            expert = slots[rank, slot]
+            if expert >= 0:
+                at = next_of[expert]
+                next_of[expert] += 1
+                rank_of[at], slot_of[at], at_slot[rank, slot] = rank, slot, at
+    return first, rank_of, slot_of, at_slot
+
+
+@kernel
+def nearest_quotas(loads: np.ndarray, first: np.ndarray, rank: np.ndarray, width: int) -> np.ndarray:
+    """Tokens per replica, int64 ``[R]``, if each source uses its own copy, else one of its node, else the
+    less loaded.
+
+    Only the two replicas around a source in rank order are asked, so that quotas can be ranges of the stream.
+    """
+    ranks, experts = loads.shape
+    quota = np.zeros(len(rank), np.int64)
+    held = np.zeros(ranks, np.int64)
+    for expert in range(experts):
+        start, stop = first[expert], first[expert + 1]
+        if start == stop:
+            continue
+        after = start  # the first replica at or after the source's rank
+        for source in range(ranks):
+            while after < stop and rank[after] < source:
+                after += 1
+            tokens = loads[source, expert]
+            if tokens > 0:
+                at = _nearer(source, start, after, stop, rank, held, width)
+                quota[at] += tokens
+                held[rank[at]] += tokens
+    return quota
+
+
+@kernel
+def _nearer(
+    source: int, start: int, after: int, stop: int, rank: np.ndarray, held: np.ndarray, width: int
+) -> int:
+    if after == start or (after < stop and rank[after] == source):
+        return after
+    before = after - 1
+    if after == stop:
+        return before
+    node = source // width
+    before_near, after_near = rank[before] // width == node, rank[after] // width == node
+    if before_near != after_near:
+        return before if before_near else after
+    return before if held[rank[before]] <= held[rank[after]] else after
+
+
+@kernel
+def level(
+    quota: np.ndarray,
+    held: np.ndarray,
+    own: np.ndarray,
+    first: np.ndarray,
+    rank: np.ndarray,
+    expert_of: np.ndarray,
+    at_slot: np.ndarray,
+    width: int,
+    slack: int,
+) -> None:
+    """Moves quotas (and the ranks' ``held``) until no rank exceeds the optimal maximum plus ``slack``.
+
+    Tokens beyond a replica's ``own`` come from elsewhere anyway and move first; only when those cannot level
+    the ranks do tokens leave their source.
+    """
+    ranks = len(held)
+    target = -(-held.sum() // ranks) + slack
+    seen_rank = np.zeros(ranks, np.int64)
+    seen_expert = np.zeros(len(first) - 1, np.int64)
+    came_by = np.empty(ranks, np.int64)  # the replica that receives, on the path to each rank
+    came_from = np.empty(ranks, np.int64)  # the replica that gives
+    queue = np.empty(ranks, np.int64)
+    mark = 0
+    only_foreign = True
+    while held.max() > target:
+        mark += 1
+        floor = own if only_foreign else np.zeros_like(own)
+        goal, reached = _search(
+            quota, held, floor, first, rank, expert_of, at_slot, target, width, mark,
+            seen_rank, seen_expert, came_by, came_from, queue,
+        )  # fmt: skip
+        if goal >= 0:
+            _augment(quota, held, floor, rank, target, goal, came_by, came_from)
+        elif only_foreign:
+            only_foreign = False
+        else:
+            stuck = held[queue[:reached]].sum()
+            target = max(target, -(-stuck // reached) + slack)
+            only_foreign = True
+
+
+@kernel
+def _search(
+    quota: np.ndarray,
+    held: np.ndarray,
+    floor: np.ndarray,
+    first: np.ndarray,
+    rank: np.ndarray,
+    expert_of: np.ndarray,
+    at_slot: np.ndarray,
+    target: int,
+    width: int,
+    mark: int,
+    seen_rank: np.ndarray,
+    seen_expert: np.ndarray,
+    came_by: np.ndarray,
+    came_from: np.ndarray,
+    queue: np.ndarray,
+) -> tuple[int, int]:
+    """Breadth first from the ranks above ``target``: a rank below it or -1, and how many were reached."""
+    tail = 0
+    for start in range(len(held)):
+        if held[start] > target:
+            queue[tail] = start
+            tail += 1
+            seen_rank[start] = mark
+            came_by[start] = -1
+    head = 0
+    while head < tail:
+        giver = queue[head]
+        head += 1
+        goal = -1
+        for gives in at_slot[giver]:
+            if gives < 0 or quota[gives] <= floor[gives] or seen_expert[expert_of[gives]] == mark:
+                continue
+            expert = expert_of[gives]
+            seen_expert[expert] = mark
+            for takes in range(first[expert], first[expert + 1]):
+                taker = rank[takes]
+                if seen_rank[taker] == mark:
+                    continue
+                seen_rank[taker] = mark
+                came_by[taker], came_from[taker] = takes, gives
+                queue[tail] = taker
+                tail += 1
+                if held[taker] < target and (goal < 0 or _better(taker, goal, giver, held, width)):
+                    goal = taker
+        if goal >= 0:
+            return goal, tail
+    return -1, tail
+
+
+@kernel
+def _better(taker: int, goal: int, giver: int, held: np.ndarray, width: int) -> bool:
+    """The giver's node first, then the emptier rank."""
+    near, goal_near = taker // width == giver // width, goal // width == giver // width
+    if near != goal_near:
+        return near
+    return held[taker] < held[goal]
+
+
+@kernel
+def _augment(
+    quota: np.ndarray,
+    held: np.ndarray,
+    floor: np.ndarray,
+    rank: np.ndarray,
+    target: int,
+    goal: int,
+    came_by: np.ndarray,
+    came_from: np.ndarray,
+) -> None:
+    """Hands as many tokens as fit along the path that ends at ``goal``."""
+    tokens = target - held[goal]
+    at = goal
+    while came_by[at] >= 0:
+        gives = came_from[at]
+        tokens = min(tokens, quota[gives] - floor[gives])
+        at = rank[gives]
+    tokens = min(tokens, held[at] - target)
+    held[at] -= tokens
+    held[goal] += tokens
+    at = goal
+    while came_by[at] >= 0:
+        quota[came_by[at]] += tokens
+        quota[came_from[at]] -= tokens
+        at = rank[came_from[at]]

@@ -1,0 +1,126 @@
+"""Slow, plain references for the planners: written for clarity, checked against by the tests."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from hf_laer.plan import EMPTY, Plan
+
+
+def check_plan(plan: Plan, loads: np.ndarray) -> None:
+    """Every token is routed once, to a slot that holds its expert; nothing is held twice on a rank."""
+    ranks, experts = loads.shape
+    slots, split = plan.placement.slots, plan.split
+    assert (
+        slots.dtype
+        == split.first.dtype
+        == split.rank.dtype
+        == split.slot.dtype
+        == split.end.dtype
+        == np.int64
+    )
+    assert len(slots) == ranks
+    assert len(split.first) == experts + 1
+    for row in slots:
+        filled = row[row != EMPTY]
+        assert (row[len(filled) :] == EMPTY).all()
+        assert len(set(filled)) == len(filled)
+    for expert in range(experts):
+        part = slice(split.first[expert], split.first[expert + 1])
+        end = split.end[part]
+        assert (np.diff(end, prepend=0) >= 0).all()
+        assert (end[-1] if len(end) else 0) == loads[:, expert].sum()
+        assert (slots[split.rank[part], split.slot[part]] == expert).all()
+    assert plan.rank_loads.sum() == loads.sum()
+
+
+def one_replica_per_slot(plan: Plan) -> bool:
+    """Whether replicas and filled slots are the same set."""
+    taken = set(zip(plan.split.rank.tolist(), plan.split.slot.tolist(), strict=True))
+    rank, slot = np.nonzero(plan.placement.slots != EMPTY)
+    return taken == set(zip(rank.tolist(), slot.tolist(), strict=True)) and len(taken) == len(plan.split.rank)
+
+
+def lowest_maximum(totals: np.ndarray, slots: np.ndarray) -> int:
+    """The least possible load of the most loaded rank for a fixed placement: an integer programme, solved by
+    HiGHS.
+    """
+    pairs = [(rank, expert) for rank in range(len(slots)) for expert in slots[rank] if expert != EMPTY]
+    size = len(pairs) + 1
+    rows, low, high = [], [], []
+    for expert, total in enumerate(totals):
+        row = np.zeros(size)
+        row[[at for at, pair in enumerate(pairs) if pair[1] == expert]] = 1
+        rows.append(row)
+        low.append(total)
+        high.append(total)
+    for rank in range(len(slots)):
+        row = np.zeros(size)
+        row[[at for at, pair in enumerate(pairs) if pair[0] == rank]] = 1
+        row[-1] = -1
+        rows.append(row)
+        low.append(-np.inf)
+        high.append(0)
+    cost = np.zeros(size)
+    cost[-1] = 1
+    result = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        integrality=np.ones(size),
+        bounds=Bounds(0, np.inf),
+    )
+    return round(result.fun)
+
+
+def best_placement(totals: np.ndarray, ranks: int, slots: int) -> float:
+    """The lowest maximum over all placements with a free (fractional) split, by a mixed-integer programme."""
+    experts = len(totals)
+    tokens, held = np.arange(ranks * experts), ranks * experts + np.arange(ranks * experts)
+    size = 2 * ranks * experts + 1
+    rows, low, high = [], [], []
+
+    def add(entries: dict[int, float], least: float, most: float) -> None:
+        row = np.zeros(size)
+        row[list(entries)] = list(entries.values())
+        rows.append(row)
+        low.append(least)
+        high.append(most)
+
+    for expert in range(experts):
+        add({tokens[rank * experts + expert]: 1 for rank in range(ranks)}, totals[expert], totals[expert])
+    for rank in range(ranks):
+        mine = range(rank * experts, (rank + 1) * experts)
+        add({tokens[at]: 1 for at in mine} | {size - 1: -1}, -np.inf, 0)
+        add({held[at]: 1 for at in mine}, 0, slots)
+        for expert in range(experts):
+            at = rank * experts + expert
+            add({tokens[at]: 1, held[at]: -float(totals[expert])}, -np.inf, 0)
+    cost = np.zeros(size)
+    cost[-1] = 1
+    integral = np.zeros(size)
+    integral[held] = 1
+    upper = np.full(size, np.inf)
+    upper[held] = 1
+    result = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        integrality=integral,
+        bounds=Bounds(0, upper),
+        options={"time_limit": 10},
+    )
+    return float(result.fun)
+
+
+def stays_home(plan: Plan, loads: np.ndarray) -> int:
+    """Tokens computed on their source rank."""
+    starts = np.cumsum(loads, axis=0) - loads
+    kept = 0
+    for expert in range(loads.shape[1]):
+        begin = 0
+        for at in range(plan.split.first[expert], plan.split.first[expert + 1]):
+            rank, end = plan.split.rank[at], plan.split.end[at]
+            own = starts[rank, expert]
+            kept += max(0, min(end, own + loads[rank, expert]) - max(begin, own))
+            begin = end
+    return int(kept)
