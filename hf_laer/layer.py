@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_laer import tape
 from hf_laer.comm.routes import Routes
@@ -73,10 +74,13 @@ class MoELayer:
         Returns:
             ``[T, H]`` in the dtype of ``hidden``.
         """
-        run = self._run_for(top_k_index, top_k_weights)
-        parameters = [home.parameter for home in self.homes.values()]
-        # The parameters are inputs only so that autograd calls the backward of a layer whose tokens need no gradient.
-        return _MoE.apply(hidden, top_k_weights, self, run, *parameters)
+        # Selective checkpointing counts operations through a dispatch mode and refuses a recompute that does others
+        # than its forward; here a recompute replays a plan instead of making one.
+        with _disable_current_modes():
+            run = self._run_for(top_k_index, top_k_weights)
+            parameters = [home.parameter for home in self.homes.values()]
+            # Inputs only so that autograd calls the backward of a layer whose tokens need no gradient.
+            return _MoE.apply(hidden, top_k_weights, self, run, *parameters)
 
     def _run_for(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Run:
         frame = tape.current()
