@@ -14,7 +14,6 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 from hf_laer.config import LaerConfig
 from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.hook import install_hook
-from hf_laer.integrations.accelerate.resume import memory_of, remember
 from hf_laer.integrations.transformers import get_engine, patch_model
 from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_state
 
@@ -92,7 +91,7 @@ class LaerCallback(TrainerCallback, ExportableState):
             raise ValueError(_TOO_LATE)
         check_loader(train_dataloader, PartialState().num_processes)
         memory = _saved(state.stateful_callbacks, type(self).__name__).get("memory", {})
-        remember(self._engine, memory)
+        self._engine.load_state_dict(memory)
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -111,7 +110,7 @@ class LaerCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of this callback: the config, and the engine's memory."""
-        memory = memory_of(self._engine) if self._engine is not None else {}
+        memory = self._engine.state_dict() if self._engine is not None else {}
         return {"args": {"config": self.config.to_dict()}, "attributes": {"memory": memory}}
 
     def add_to(self, logs: dict[str, float], state: Any) -> None:

@@ -25,25 +25,14 @@ def register_state_hooks(accelerator: Accelerator, engine: Engine) -> None:
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         if accelerator.is_main_process:
-            Path(folder, FILE).write_text(json.dumps(memory_of(engine)), encoding="utf-8")
+            Path(folder, FILE).write_text(json.dumps(engine.state_dict()), encoding="utf-8")
 
     def load(models: list[Any], folder: str) -> None:
         path = Path(folder, FILE)
         if path.exists():
-            remember(engine, json.loads(path.read_text(encoding="utf-8")))
+            engine.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         else:  # a checkpoint from before the model was patched
             logger.info("hf_laer: no %s in the checkpoint, placements start anew", FILE)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-
-
-def memory_of(engine: Engine) -> dict[str, Any]:
-    """The engine's memory in JSON's types."""
-    return engine.state_dict() if hasattr(engine, "state_dict") else {}
-
-
-def remember(engine: Engine, memory: dict[str, Any]) -> None:
-    """Gives an engine the memory of an earlier one. Placements never change what is computed, only where."""
-    if memory and hasattr(engine, "load_state_dict"):
-        engine.load_state_dict(memory)

@@ -29,6 +29,9 @@ from hf_laer.integrations.accelerate import enable_cpu_fsdp
 from tests.models import tiny_model, tokens
 
 VOCABULARY = 67
+# AdamW divides by sqrt(v) + eps: with the default, gradients of 1e-8 are all rounding, and move weights by a
+# whole lr.
+EPSILON = 1e-6
 _REFERENCES: dict[str, dict[str, Any]] = {}
 
 
@@ -118,6 +121,7 @@ def sft_arguments(folder: str, **settings: Any) -> SFTConfig:
         "save_strategy": "no",
         "report_to": "none",
         "learning_rate": 5e-3,
+        "adam_epsilon": EPSILON,
         "lr_scheduler_type": "constant",
         "max_length": 32,
         "optim": "adamw_torch",
@@ -193,18 +197,18 @@ class Loop:
             cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2, **accelerator
         )
         model = tiny_model(family) if model is None else model
-        adamw = torch.optim.AdamW(model.parameters(), lr=5e-3, **optimizer or {})
+        adamw = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=EPSILON, **optimizer or {})
         self.model, self.optimizer = self.accelerator.prepare(model, adamw)
         self.numbers: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-        self._micro = 0
+        self.micro = 0
 
     def train(self, steps: int) -> dict[str, Any]:
         """Takes ``steps`` optimizer steps; ranks have batches of different shapes."""
         for _ in range(2 * steps):
             ids = tokens(
-                1 + dist.get_rank() % 2, 4 + 3 * dist.get_rank(), seed=10 * self._micro + dist.get_rank()
+                1 + dist.get_rank() % 2, 4 + 3 * dist.get_rank(), seed=10 * self.micro + dist.get_rank()
             )
-            self._micro += 1
+            self.micro += 1
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
                 self.accelerator.backward(loss)

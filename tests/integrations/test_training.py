@@ -41,3 +41,8 @@ def test_trl_checkpointing(ranks, tmp_path, strategy: str, kwargs: dict[str, Any
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_loop(ranks, strategy: str) -> None:
     check(ranks, cases.loop, strategy, family="qwen3_moe")
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": "experts"}], ids=["layer", "experts"])
+def test_accelerate_checkpointing(ranks, settings: dict[str, str]) -> None:
+    check(ranks, cases.checkpointed_by_accelerate, "fsep", **settings)
