@@ -1,0 +1,1 @@
+"""The experts' arithmetic: grouped products, the gated MLP and its explicit backward, gathers and sums of rows."""

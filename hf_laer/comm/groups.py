@@ -1,0 +1,78 @@
+"""The process groups of one engine, made once for all its layers: tokens, weights, and replicas of the whole set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_laer.comm.base import Communicator
+from hf_laer.comm.local import LocalCommunicator
+from hf_laer.comm.process_group import ProcessGroupCommunicator
+
+# Process groups cost sockets, threads and memory for as long as the world lives: equal ones are shared.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """What one engine talks over.
+
+    Args:
+        tokens: This rank's token group; tokens never leave it.
+        weights: The ranks over which experts are sharded; loads and weights travel here.
+        replicas: The ranks that hold the same shards (HSDP), or a group of one.
+    """
+
+    tokens: Communicator = field(default_factory=LocalCommunicator)
+    weights: Communicator = field(default_factory=LocalCommunicator)
+    replicas: Communicator = field(default_factory=LocalCommunicator)
+
+
+def communicators(mesh: DeviceMesh, group_size: int) -> Communicators:
+    """Makes and warms the groups of a 1-D (shard) or 2-D (replicate, shard) mesh.
+
+    Collective over all ranks of the world: each rank makes every group, in the same order.
+
+    Args:
+        mesh: The FSDP mesh.
+        group_size: Consecutive ranks of the shard dimension that exchange tokens.
+    """
+    grid = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
+    rows = [tuple(row) for row in grid.tolist()]
+    columns = [tuple(column) for column in grid.t().tolist()]
+    blocks = [row[i : i + group_size] for row in rows for i in range(0, len(row), group_size)]
+    made = Communicators(
+        tokens=_mine(blocks, "tokens"), weights=_mine(rows, "weights"), replicas=_mine(columns, "replicas")
+    )
+    _warm(made, mesh.device_type)
+    return made
+
+
+def _mine(partition: list[tuple[int, ...]], purpose: str) -> Communicator:
+    """The communicator of this rank's part; parts of one rank need no process group."""
+    if len(partition[0]) == 1:
+        return LocalCommunicator()
+    world = dist.group.WORLD
+    assert world is not None
+    known = _made.setdefault(world, {})
+    for ranks in partition:
+        if (purpose, ranks) not in known:
+            known[purpose, ranks] = dist.new_group(list(ranks), group_desc=f"hf_laer_{purpose}")
+    me = dist.get_rank()
+    ranks = next(ranks for ranks in partition if me in ranks)
+    return ProcessGroupCommunicator(known[purpose, ranks], purpose)
+
+
+def _warm(made: Communicators, device_type: str) -> None:
+    """Connects every group now: a first use when memory is nearly full is where bootstraps stall."""
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
+    for group in (made.tokens, made.weights, made.replicas):
+        ones = torch.ones(group.size, device=device)
+        group.all_to_all(ones, [1] * group.size, [1] * group.size)
+        group.all_reduce(ones)

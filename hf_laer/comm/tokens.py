@@ -1,0 +1,29 @@
+"""Dispatch and combine: token rows travel to the ranks of their experts, one row per destination, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_laer.comm.base import Communicator
+from hf_laer.comm.routes import Routes
+from hf_laer.compute.rows import gather_sum
+
+
+def dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:
+    """``[T, H]`` to the rows that this rank serves, ``[R_in, H]``. Collective over ``comm``."""
+    return comm.all_to_all(tokens[routes.row_token], routes.send_rows, routes.receive_rows)
+
+
+def combine(rows: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:
+    """The adjoint: ``[R_in, H]`` back to their tokens, summed, float32 ``[T, H]``. Collective over ``comm``."""
+    return gather_sum(comm.all_to_all(rows, routes.receive_rows, routes.send_rows), routes.token_rows)
+
+
+def return_gates(grad: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:
+    """Routing-weight gradients to where they came from: float32 ``[A_in]`` by slot to ``[T * K]``. Collective."""
+    arrived = torch.empty_like(grad)
+    arrived[routes.arrival] = grad
+    home = comm.all_to_all(arrived, routes.receive_choices, routes.send_choices)
+    out = torch.empty_like(home)
+    out[routes.choices] = home
+    return out

@@ -1,0 +1,99 @@
+"""Products of rows grouped by slot: the fast kernel where it applies, a loop over groups elsewhere.
+
+Letters in shapes: A rows sorted by slot, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """How many consecutive rows belong to each slot, on the host and as end offsets on the device.
+
+    Args:
+        counts: Rows of each slot; sums to A.
+        ends: int32 ``[S]``, cumulative counts on the rows' device.
+    """
+
+    counts: list[int]
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, counts: list[int], device: torch.device) -> Groups:
+        """Groups with ``counts`` rows each."""
+        ends = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
+        return cls(counts, ends.to(device, non_blocking=True))
+
+
+def rows_times(rows: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Each row times its slot's matrix.
+
+    Args:
+        rows: ``[A, k]``.
+        weight: ``[S, k, n]``, may be a transposed view.
+        groups: Rows per slot.
+
+    Returns:
+        ``[A, n]`` in the rows' dtype.
+    """
+    if _kernel_takes(rows, weight):
+        return torch.nn.functional.grouped_mm(rows, weight, offs=groups.ends)
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
+    for slot, (start, stop) in enumerate(_ranges(groups.counts)):
+        if stop > start:
+            torch.mm(rows[start:stop], weight[slot], out=out[start:stop])
+    return out
+
+
+def rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The weight gradient: per slot, ``left`` transposed times ``right`` over the slot's rows.
+
+    Args:
+        left: ``[A, m]``.
+        right: ``[A, n]``.
+        groups: Rows per slot.
+
+    Returns:
+        ``[S, m, n]``; zero where a slot has no rows.
+    """
+    if _kernel_takes(left, right):
+        return torch.nn.functional.grouped_mm(left.t(), right, offs=groups.ends)
+    out = left.new_zeros(len(groups.counts), left.shape[1], right.shape[1])
+    for slot, (start, stop) in enumerate(_ranges(groups.counts)):
+        if stop > start:
+            torch.mm(left[start:stop].t(), right[start:stop], out=out[slot])
+    return out
+
+
+def group_sums(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The bias gradient: float32 sums of the rows of each slot, ``[A, n]`` to ``[S, n]``."""
+    out = rows.new_zeros(len(groups.counts), rows.shape[1], dtype=torch.float32)
+    for slot, (start, stop) in enumerate(_ranges(groups.counts)):
+        if stop > start:
+            torch.sum(rows[start:stop], dim=0, dtype=torch.float32, out=out[slot])
+    return out
+
+
+def _ranges(counts: list[int]) -> list[tuple[int, int]]:
+    ranges, start = [], 0
+    for count in counts:
+        ranges.append((start, start + count))
+        start += count
+    return ranges
+
+
+def _kernel_takes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """``grouped_mm`` fails for zero rows, for other dtypes, and for rows that are not multiples of 16 bytes."""
+    return (
+        left.is_cuda
+        and left.dtype == torch.bfloat16
+        and left.shape[0] > 0
+        and right.shape[0] > 0
+        and all(size * left.element_size() % _ALIGNMENT_BYTES == 0 for size in (*left.shape[1:], *right.shape[1:]))
+    )

@@ -1,0 +1,319 @@
+"""One engine per model: what all its MoE layers share, and how its parameters come to be sharded."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_laer import tape
+from hf_laer.comm.groups import Communicators, communicators
+from hf_laer.comm.routes import make_routes
+from hf_laer.compute.spec import ExpertsSpec
+from hf_laer.config import LaerConfig
+from hf_laer.layer import MoELayer, Run
+from hf_laer.plan.owners import chunk_owners
+from hf_laer.plan.types import EMPTY, Placement, Plan
+from hf_laer.shard.home import Layout, plain_home, sharded_home
+from hf_laer.shard.returns import GradientReturns
+from hf_laer.shard.slots import SlotPool
+from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, token_groups
+from hf_laer.telemetry.record import LayerRecord, Recorder
+from hf_laer.tuner import LayerTuner
+
+
+@dataclass
+class Detached:
+    """Expert parameters taken out of their modules, by layer and name, until :meth:`Engine.attach`."""
+
+    parameters: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs the MoE layers of one model.
+
+    Args:
+        config: Strategy and settings.
+        ranks_per_node: Ranks that share a node.
+    """
+
+    def __init__(self, config: LaerConfig, ranks_per_node: int) -> None:
+        self.config, self.ranks_per_node = config, ranks_per_node
+        self.layers: dict[str, MoELayer] = {}
+        self.recorder = Recorder()
+        self.pool = SlotPool()
+        self.returns = GradientReturns()
+        self.comms = Communicators()
+        self.mesh: DeviceMesh | None = None
+        self.compute_dtype = _dtype(config.compute_dtype)
+        self.reduce_dtype = _dtype(config.reduce_dtype)
+        self._groups = [range(1)]
+        self._tuners: dict[str, LayerTuner] = {}
+        self._held: dict[str, np.ndarray] = {}
+        self._steps: dict[str, int] = {}
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_laer_tuner")
+
+    def add_layer(self, name: str, module: nn.Module, spec: ExpertsSpec) -> MoELayer:
+        """Takes on one experts module, as yet unsharded."""
+        layer = self.layers[name] = MoELayer(name, module, spec, self)
+        layer.homes = {key: plain_home(module.get_parameter(key)) for key in spec.names}
+        return layer
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are DTensors on a mesh."""
+        return self.mesh is not None
+
+    def detach(self) -> Detached:
+        """Takes the expert parameters out of their modules, so that FSDP does not shard them."""
+        detached = Detached()
+        for name, layer in self.layers.items():
+            detached.parameters[name] = {key: layer.module._parameters.pop(key) for key in layer.spec.names}  # type: ignore[misc]
+        return detached
+
+    def restore(self, detached: Detached) -> None:
+        """Undoes :meth:`detach`."""
+        for name, parameters in detached.parameters.items():
+            for key, parameter in parameters.items():
+                self.layers[name].module.register_parameter(key, parameter)
+
+    def attach(
+        self,
+        detached: Detached,
+        mesh: DeviceMesh,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
+        src_rank: int | None = None,
+        offload: bool = False,
+    ) -> None:
+        """Shards detached parameters on ``mesh`` and puts them back under their names. Collective over the world.
+
+        Args:
+            detached: What :meth:`detach` returned.
+            mesh: 1-D (shard) or 2-D (replicate, shard).
+            compute_dtype: FSDP's, used where the config names none.
+            reduce_dtype: FSDP's, likewise.
+            master_dtype: Trained parameters are cast to it before they are sharded.
+            src_rank: The only rank that has the values; ``None`` if all have.
+            offload: Homes live on the host.
+
+        Raises:
+            ValueError: The mesh and ``group_size`` or ``slots_per_rank`` do not go together.
+        """
+        ranks = mesh.size(mesh.ndim - 1)
+        groups = token_groups(self.config, ranks)
+        for layer in self.layers.values():
+            self.config.slots_for(layer.spec.num_experts, len(groups[0]))
+        self.comms = communicators(mesh, len(groups[0]))
+        self._groups, self.mesh = groups, mesh
+        self.compute_dtype = self.compute_dtype or compute_dtype
+        self.reduce_dtype = self.reduce_dtype or reduce_dtype
+        for name in list(detached.parameters):
+            parameters = detached.parameters.pop(name)
+            layer = self.layers[name]
+            for key in list(parameters):
+                parameter = parameters.pop(key)
+                dtype = master_dtype if master_dtype is not None and parameter.requires_grad else parameter.dtype
+                self._shard(layer, key, parameter, dtype, src_rank, offload)
+        self._tuners.clear()
+        self._held.clear()
+
+    def _shard(
+        self,
+        layer: MoELayer,
+        key: str,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        src_rank: int | None,
+        offload: bool,
+    ) -> None:
+        assert self.mesh is not None
+        mesh, dim, weights = self.mesh, SHARDED_DIM[self.config.strategy], self.comms.weights
+        layout = Layout.sharded(tuple(parameter.shape), dim, weights.size)
+        full = parameter.detach()
+        if src_rank is not None:
+            full = _broadcast(full, dtype, mesh, src_rank)
+        device = torch.device("cpu") if offload else _device(mesh)
+        # A copy, so that the block does not keep the full tensor's memory.
+        block = layout.block(full, weights.rank).to(device, dtype, copy=True).contiguous()
+        if offload and mesh.device_type == "cuda":
+            block = block.pin_memory()
+        home = sharded_home(block, layout, dim, mesh, parameter.requires_grad)
+        layer.module.register_parameter(key, home.parameter)
+        layer.homes[key] = home
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the layers remember of recent micro-batches, in JSON's types; the same on all ranks."""
+        return {
+            name: {
+                "step": step,
+                "held": self._held[name].astype(int).tolist(),
+                "tuner": self._tuners[name].state_dict() if name in self._tuners else None,
+            }
+            for name, step in self._steps.items()
+        }
+
+    def load_state_dict(self, memory: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`; where the number of ranks has changed, placements start anew."""
+        for name, remembered in memory.items():
+            if name not in self.layers:
+                continue
+            self._steps[name] = remembered["step"]
+            held = np.array(remembered["held"], bool)
+            if held.shape[0] == sum(map(len, self._groups)):
+                self._held[name] = held
+            if remembered["tuner"] is not None and self.config.strategy == "fsep":
+                self._tuner(self.layers[name]).load_state_dict(remembered["tuner"])
+
+    def compute_dtype_for(self, hidden: torch.Tensor) -> torch.dtype:
+        """Dtype of the expert GEMMs: the config's, FSDP's, autocast's, or that of the tokens."""
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        kind = hidden.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+    @torch.no_grad()
+    def plan(
+        self, layer: MoELayer, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, training: bool
+    ) -> Run:
+        """Plans one micro-batch and works out its exchange. Collective.
+
+        Args:
+            layer: The layer.
+            top_k_index: int64 ``[T, K]``.
+            top_k_weights: ``[T, K]``.
+            training: Whether the tuner and the recorder learn from it.
+        """
+        self._check_sharded(layer)
+        experts = layer.spec.num_experts
+        counts = torch.zeros(experts, dtype=torch.int64, device=top_k_index.device)
+        counts.scatter_add_(0, top_k_index.reshape(-1), torch.ones_like(top_k_index).reshape(-1))
+        everyone = self.comms.weights if needs_loads(self.config) else self.comms.tokens
+        loads = everyone.all_gather(counts).cpu().numpy()
+        started = time.perf_counter()
+        plans = self._plans(layer, loads)
+        mine = plans[min(self.comms.weights.rank // len(self._groups[0]), len(plans) - 1)]
+        tokens = self.comms.tokens
+        group = self._my_rows(loads)
+        if training:
+            self._observe(layer, loads, group, plans, mine, time.perf_counter() - started)
+        routes = make_routes(
+            top_k_index,
+            top_k_weights,
+            mine.split,
+            group[: tokens.rank].sum(0),
+            _slot_counts(mine, tokens.rank),
+            tokens,
+        )
+        return Run(routes, self._table(plans), top_k_index)
+
+    def _check_sharded(self, layer: MoELayer) -> None:
+        if not self.is_sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{layer.name} runs on {dist.get_world_size()} ranks but its experts are not sharded: call "
+                "accelerator.prepare(model, optimizer) with an FSDP2 plugin first, or patch_model(model, config, "
+                "mesh=mesh)"
+            )
+
+    def _my_rows(self, loads: np.ndarray) -> np.ndarray:
+        """The loads of this rank's token group."""
+        if len(loads) == self.comms.tokens.size:
+            return loads
+        size = len(self._groups[0])
+        start = self.comms.weights.rank // size * size
+        return loads[start : start + size]
+
+    def _plans(self, layer: MoELayer, loads: np.ndarray) -> list[Plan]:
+        """One plan for each token group whose loads are here."""
+        groups = self._groups if len(loads) == self.comms.weights.size else [range(len(loads))]
+        placements: list[Placement | None] = [None] * len(groups)
+        if self.config.strategy == "fsep":
+            placements = list(self._tuner(layer).placements())
+        return [
+            make_plan(self.config, loads[group.start : group.stop], placement, self.ranks_per_node)
+            for group, placement in zip(groups, placements, strict=True)
+        ]
+
+    def _tuner(self, layer: MoELayer) -> LayerTuner:
+        if layer.name not in self._tuners:
+            self._tuners[layer.name] = LayerTuner(
+                self.config, layer.spec.num_experts, self._groups, self.ranks_per_node, self._threads
+            )
+        return self._tuners[layer.name]
+
+    def _table(self, plans: list[Plan]) -> list[list[int]]:
+        """Per rank that shards the experts, the experts in its slots."""
+        table = [plan.placement.held_by(rank).tolist() for plan in plans for rank in range(plan.placement.num_ranks)]
+        # Under fsdp only this rank's plan is at hand, and all are alike.
+        return table if len(table) == self.comms.weights.size else table * self.comms.weights.size
+
+    def _observe(
+        self, layer: MoELayer, loads: np.ndarray, group: np.ndarray, plans: list[Plan], mine: Plan, seconds: float
+    ) -> None:
+        """Feeds the tuner and the recorder; only ever with a training micro-batch's first forward."""
+        if self.config.strategy == "fsep":
+            self._tuner(layer).observe(loads)
+        held = np.concatenate([_holds(plan.placement, layer.spec.num_experts) for plan in plans])
+        before = self._held.get(layer.name, held)
+        self._held[layer.name] = held
+        owner_loads = np.zeros(len(group), np.int64)
+        np.add.at(owner_loads, chunk_owners(layer.spec.num_experts, len(group)), group.sum(0))
+        step = self._steps[layer.name] = self._steps.get(layer.name, -1) + 1
+        self.recorder.add(
+            LayerRecord(
+                layer=layer.name,
+                step=step,
+                expert_loads=group.sum(0),
+                loads_before=owner_loads,
+                loads_after=mine.rank_loads,
+                spilled=sum(plan.spilled for plan in plans),
+                moved=int((held & ~before).sum()),
+                plan_seconds=seconds,
+            )
+        )
+
+
+def _holds(placement: Placement, num_experts: int) -> np.ndarray:
+    """bool ``[N, E]``: who holds what."""
+    holds = np.zeros((placement.num_ranks, num_experts), bool)
+    rank, slot = np.nonzero(placement.slots != EMPTY)
+    holds[rank, placement.slots[rank, slot]] = True
+    return holds
+
+
+def _slot_counts(plan: Plan, rank: int) -> list[int]:
+    """Tokens that the plan gives to each slot of ``rank``."""
+    counts = np.zeros(len(plan.placement.held_by(rank)), np.int64)
+    here = plan.split.rank == rank
+    np.add.at(counts, plan.split.slot[here], plan.split.quotas()[here])
+    return counts.tolist()
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _broadcast(full: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, src_rank: int) -> torch.Tensor:
+    """The values of the one rank that has them, on every rank."""
+    device = _device(mesh)
+    if dist.get_rank() == src_rank:
+        values = full.to(device, dtype).contiguous()
+    else:
+        values = torch.empty(full.shape, dtype=dtype, device=device)
+    dist.broadcast(values, src=src_rank)
+    return values

@@ -1,0 +1,203 @@
+"""One MoE layer, forward and backward.
+
+forward   router's choices → loads → plan → unshard → dispatch → experts → combine
+backward  the same plan: unshard → dispatch of gradients → experts' backward → combine; weight gradients go home
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_laer import tape
+from hf_laer.comm.routes import Routes
+from hf_laer.comm.tokens import combine, dispatch, return_gates
+from hf_laer.compute.experts import experts_backward, first_product, second_product
+from hf_laer.compute.rows import gather_sum
+from hf_laer.compute.spec import ExpertsSpec
+from hf_laer.shard.exchange import SlotTable, start_reshard, unshard
+from hf_laer.shard.home import Home
+
+if TYPE_CHECKING:
+    from hf_laer.engine import Engine
+
+
+@dataclass(eq=False)
+class Run:
+    """One micro-batch through one layer: everything its backward and recompute must share with its forward.
+
+    Args:
+        routes: The tokens' exchange.
+        table: Per rank that shards the experts, the experts in its slots.
+        top_k_index: int64 ``[T, K]``, the routing that the plan was made for.
+        rows: The dispatched rows, kept for a recompute of the experts alone.
+        out: The layer's output, kept likewise.
+    """
+
+    routes: Routes
+    table: SlotTable
+    top_k_index: torch.Tensor
+    rows: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+
+class MoELayer:
+    """The engine's side of one experts module.
+
+    Args:
+        name: The module's name in the model.
+        module: The experts module.
+        spec: Its family.
+        engine: What all layers share.
+    """
+
+    def __init__(self, name: str, module: nn.Module, spec: ExpertsSpec, engine: Engine) -> None:
+        self.name, self.module, self.spec, self.engine = name, module, spec, engine
+        self.homes: dict[str, Home] = {}
+        self._rerouted: torch.Tensor | None = None
+
+    def __call__(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs the layer.
+
+        Args:
+            hidden: ``[T, H]``; T may differ between ranks and be 0.
+            top_k_index: int ``[T, K]``, the router's choices.
+            top_k_weights: ``[T, K]``, its weights.
+
+        Returns:
+            ``[T, H]`` in the dtype of ``hidden``.
+        """
+        # Selective checkpointing counts operations through a dispatch mode and refuses a recompute that does others
+        # than its forward; here a recompute replays a plan instead of making one.
+        with _disable_current_modes():
+            run = self._run_for(top_k_index, top_k_weights)
+            parameters = [home.parameter for home in self.homes.values()]
+            # Inputs only so that autograd calls the backward of a layer whose tokens need no gradient.
+            return _MoE.apply(hidden, top_k_weights, self, run, *parameters)
+
+    def _run_for(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Run:
+        frame = tape.current()
+        if isinstance(frame, tape.Replay):
+            run = frame.take(self.name)
+            self._note_rerouted(run.top_k_index, top_k_index)
+            return run
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{self.name} is recomputed in backward without the plan of its forward: switch activation "
+                "checkpointing on through the model (gradient_checkpointing=True, "
+                "model.gradient_checkpointing_enable()) or Accelerate's plugin, after patch_model"
+            )
+        training = torch.is_grad_enabled() and self.module.training
+        run = self.engine.plan(self, top_k_index.long(), top_k_weights, training)
+        if isinstance(frame, tape.Recording):
+            frame.tape.append(self.name, run)
+        return run
+
+    def _note_rerouted(self, planned: torch.Tensor, now: torch.Tensor) -> None:
+        if planned.shape != now.shape:
+            raise RuntimeError(
+                f"{self.name} got {tuple(now.shape)} routing choices in a recompute, {tuple(planned.shape)} in its "
+                "forward: a checkpointed block must see the same tokens in both"
+            )
+        changed = (planned != now).any(1).sum()
+        self._rerouted = changed if self._rerouted is None else self._rerouted + changed
+
+    @property
+    def rerouted(self) -> int:
+        """Tokens that the router sent elsewhere in a recompute than in its forward; they follow the forward's plan."""
+        return 0 if self._rerouted is None else int(self._rerouted)
+
+    @property
+    def trained(self) -> dict[str, Home]:
+        """The homes whose parameters get gradients."""
+        return {name: home for name, home in self.homes.items() if home.parameter.requires_grad}
+
+    def slots(self, run: Run, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+        """Unshards the run's experts into this rank's slots; valid until the pool's next use."""
+        return unshard(self.homes, run.table, self.engine.comms.weights, self.engine.pool, dtype, device)
+
+    def forward(self, run: Run, hidden: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``."""
+        routes, tokens = run.routes, self.engine.comms.tokens
+        weights = self.slots(run, dtype, hidden.device)
+        rows = dispatch(hidden.to(dtype), routes, tokens)
+        up = first_product(self.spec, weights, rows[routes.source_row], routes.groups)
+        experts_out = second_product(self.spec, weights, up, routes.groups)
+        summed = gather_sum(experts_out, routes.row_places, routes.gates).to(dtype)
+        return combine(summed, routes, tokens).to(hidden.dtype), rows, up
+
+    def backward(
+        self, run: Run, grad: torch.Tensor, rows: torch.Tensor, up: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of ``hidden`` ``[T, H]`` and of the routing weights ``[T * K]``; the weights' go home."""
+        routes, tokens, dtype = run.routes, self.engine.comms.tokens, rows.dtype
+        weights = self.slots(run, dtype, rows.device)
+        grad_rows = dispatch(grad.to(dtype), routes, tokens)
+        inputs = rows[routes.source_row]
+        if up is None:
+            up = first_product(self.spec, weights, inputs, routes.groups)
+        wanted = frozenset(self.trained)
+        grads = experts_backward(
+            self.spec, weights, inputs, up, routes.gates, grad_rows[routes.source_row], routes.groups, wanted
+        )
+        self._send_home(run, grads.weights)
+        grad_hidden = combine(gather_sum(grads.rows, routes.row_places).to(dtype), routes, tokens)
+        return grad_hidden, return_gates(grads.gates, routes, tokens)
+
+    def _send_home(self, run: Run, grads: dict[str, torch.Tensor]) -> None:
+        if not grads:
+            return
+        engine, homes = self.engine, self.trained
+        dtype = engine.reduce_dtype or next(iter(homes.values())).parameter.dtype
+        comms = engine.comms
+        engine.returns.push(start_reshard(homes, grads, run.table, comms.weights, comms.replicas, dtype))
+
+
+class _MoE(torch.autograd.Function):
+    """The layer as one node of the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        layer: MoELayer,
+        run: Run,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.layer, ctx.run = layer, run
+        ctx.dtypes = hidden.dtype, top_k_weights.dtype
+        up = None
+        if run.rows is not None and run.out is not None:
+            out, rows = run.out.clone(), run.rows
+        else:
+            dtype = layer.engine.compute_dtype_for(hidden)
+            with torch.autocast(hidden.device.type, enabled=False):
+                out, rows, up = layer.forward(run, hidden, dtype)
+        if layer.engine.config.recompute == "experts" and tape.current() is not None:
+            # A copy of the output: blocks add to what they get in place.
+            run.rows, run.out, up = rows, out.clone(), None
+        # Every rank saves the same tensors, after its last collective: a recompute that stops early stops alike.
+        ctx.save_for_backward(rows, up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        rows, up = ctx.saved_tensors
+        layer: MoELayer = ctx.layer
+        with torch.autocast(grad.device.type, enabled=False):
+            grad_hidden, grad_gates = layer.backward(ctx.run, grad, rows, up)
+        hidden_dtype, gates_dtype = ctx.dtypes
+        gates = grad_gates.to(gates_dtype).view(ctx.run.top_k_index.shape)
+        none = (None,) * (len(ctx.needs_input_grad) - 2)
+        return (grad_hidden.to(hidden_dtype), gates, *none)
+
+

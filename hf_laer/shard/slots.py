@@ -1,0 +1,33 @@
+"""The slot pool: room for unsharded experts, shared by all layers of an engine."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class SlotPool:
+    """One growing buffer per parameter name, dtype and device.
+
+    Slots are valid until the next layer takes its own: nothing may keep them, backward unshards again. The pool's
+    size is the largest layer's slots, whatever the number of layers.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialized tensor of ``shape`` in the pool's buffer for ``name``."""
+        key, numel = (name, dtype, device), math.prod(shape)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            self._buffers.pop(key, None)
+            del buffer
+            buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer[:numel].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())

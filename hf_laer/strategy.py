@@ -1,0 +1,58 @@
+"""From a strategy's name to the plan of one micro-batch, for each token group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_laer.config import LaerConfig
+from hf_laer.plan import chunk_owners, ep, fsdp, fsep, llep
+from hf_laer.plan.types import Placement, Plan
+
+SHARDED_DIM = {"ep": 0, "llep": 0, "fsep": 1, "fsdp": 1}
+
+
+def token_groups(config: LaerConfig, ranks: int) -> list[range]:
+    """The ranks of each token group, consecutive.
+
+    ``fsdp`` exchanges no tokens: each rank is a group of its own.
+
+    Raises:
+        ValueError: ``group_size`` does not divide the ranks.
+    """
+    size = 1 if config.strategy == "fsdp" else config.group_size or ranks
+    if ranks % size:
+        raise ValueError(f"group_size={size} does not divide the {ranks} ranks that shard the experts: choose a divisor")
+    return [range(start, start + size) for start in range(0, ranks, size)]
+
+
+def needs_loads(config: LaerConfig) -> bool:
+    """Whether a plan depends on the loads of other ranks."""
+    return config.strategy != "fsdp"
+
+
+def make_plan(config: LaerConfig, loads: np.ndarray, placement: Placement | None, ranks_per_node: int) -> Plan:
+    """The plan of one token group.
+
+    Args:
+        config: Strategy and its settings.
+        loads: int64 ``[N, E]`` of the group's ranks.
+        placement: The tuner's, for ``fsep``.
+        ranks_per_node: Ranks that share a node.
+    """
+    ranks, experts = loads.shape
+    if config.strategy == "fsdp":
+        return fsdp(loads)
+    if config.strategy == "fsep":
+        assert placement is not None
+        return fsep(loads, placement, ranks_per_node=ranks_per_node)
+    owners = chunk_owners(experts, ranks)
+    if config.strategy == "ep":
+        return ep(loads, owners)
+    return llep(
+        loads,
+        owners,
+        capacity_factor=config.capacity_factor,
+        min_tokens_per_gemm=config.min_tokens_per_gemm,
+        imbalance_threshold=config.imbalance_threshold,
+        ranks_per_node=ranks_per_node,
+    )

@@ -1,0 +1,54 @@
+"""What one MoE layer did for one micro-batch, in plain numbers, and where such records gather."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRecord:
+    """One layer and training micro-batch. Every field but ``plan_seconds`` is the same on all ranks.
+
+    Args:
+        layer: The experts module's name in the model.
+        step: Training micro-batches that the layer had seen before.
+        expert_loads: int64 ``[E]``, routed tokens per expert over all ranks of this rank's token group.
+        loads_before: int64 ``[N]``, tokens per rank if every expert stayed with its static owner.
+        loads_after: int64 ``[N]``, tokens per rank as planned.
+        spilled: Tokens computed away from their expert's owner (``llep``), else 0.
+        moved: Replicas that sit on a rank which did not hold the expert in the layer's previous placement.
+        plan_seconds: Host time of the plan on this rank.
+    """
+
+    layer: str
+    step: int
+    expert_loads: np.ndarray
+    loads_before: np.ndarray
+    loads_after: np.ndarray
+    spilled: int
+    moved: int
+    plan_seconds: float
+
+
+class Recorder:
+    """Keeps the latest ``capacity`` records; :meth:`drain` hands over those not yet drained.
+
+    Args:
+        capacity: Records kept; older ones fall out, so that a long run's memory stays flat.
+    """
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        self._records: deque[LayerRecord] = deque(maxlen=capacity)
+
+    def add(self, record: LayerRecord) -> None:
+        """Appends one record."""
+        self._records.append(record)
+
+    def drain(self) -> list[LayerRecord]:
+        """All records since the last drain, oldest first."""
+        drained = list(self._records)
+        self._records.clear()
+        return drained

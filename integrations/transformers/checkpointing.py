@@ -1,0 +1,87 @@
+"""Activation checkpointing with a tape: every way to switch it on leads through here.
+
+Transformers puts a ``functools.partial`` of ``torch.utils.checkpoint.checkpoint`` on each layer, through the model's
+``_set_gradient_checkpointing`` whatever the public method is called and whoever wraps it; Accelerate puts
+``CheckpointWrapper`` modules in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from hf_laer.tape import taped
+
+_TAPED = "_hf_laer_taped"
+
+
+def tape_model(model: nn.Module) -> None:
+    """Tapes the checkpointing that is on already, and what is switched on later."""
+    for module in model.modules():
+        if "_gradient_checkpointing_func" in module.__dict__:
+            module._gradient_checkpointing_func = _taped_function(module._gradient_checkpointing_func)
+    for module in model.modules():
+        if hasattr(module, "_set_gradient_checkpointing") and _TAPED not in module.__dict__:
+            _wrap_switch(module)
+
+
+def untape_model(model: nn.Module) -> None:
+    """Undoes :func:`tape_model`; checkpointing that is on stays on."""
+    for module in model.modules():
+        if module.__dict__.pop(_TAPED, None):
+            del module.__dict__["_set_gradient_checkpointing"]
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        if function is not None and hasattr(function, _TAPED):
+            module._gradient_checkpointing_func = getattr(function, _TAPED)
+
+
+def tape_checkpoint_wrappers(model: nn.Module) -> None:
+    """Tapes the wrappers that Accelerate's activation checkpointing has put in."""
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            module.checkpoint_fn = _taped_function(module.checkpoint_fn)
+
+
+def _wrap_switch(module: nn.Module) -> None:
+    switch = module._set_gradient_checkpointing
+
+    @functools.wraps(switch)
+    def taped_switch(
+        enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
+    ) -> None:
+        switch(
+            enable=enable,
+            gradient_checkpointing_func=_taped_function(gradient_checkpointing_func) if enable else checkpoint,
+            **kwargs,
+        )
+
+    module.__dict__["_set_gradient_checkpointing"] = taped_switch
+    module.__dict__[_TAPED] = True
+
+
+def _taped_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same checkpoint function with a tape for each frame.
+
+    Raises:
+        ValueError: It is reentrant.
+    """
+    if hasattr(function, _TAPED):
+        return function
+    keywords = dict(function.keywords) if isinstance(function, functools.partial) else {}
+    bare = function.func if isinstance(function, functools.partial) else function
+    if keywords.get("use_reentrant"):
+        raise ValueError(
+            "reentrant activation checkpointing runs a MoE layer's forward twice with no way to tell which plan is "
+            "its own: set gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+    keywords["use_reentrant"] = False
+    keywords["context_fn"] = taped(keywords.get("context_fn", noop_context_fn))
+    positional = function.args if isinstance(function, functools.partial) else ()
+    made = functools.partial(bare, *positional, **keywords)
+    setattr(made, _TAPED, function)
+    return made

@@ -1,0 +1,72 @@
+"""The function registered with Transformers' experts interface: it hands marked modules to their engine."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from hf_laer.layer import MoELayer
+
+NAME = "hf_laer"
+_MARK = "_hf_laer_mark"
+
+
+class Mark:
+    """Ties a module to its layer. A copied or pickled module is an ordinary one again, with the same mark emptied.
+
+    Args:
+        layer: The engine's side of the module.
+        previous: The experts implementation that the model had before.
+    """
+
+    def __init__(self, layer: MoELayer | None, previous: str) -> None:
+        self.layer, self.previous = layer, previous
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        return Mark(None, copy.deepcopy(self.previous, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mark, (None, self.previous)
+
+
+def mark(module: nn.Module, layer: MoELayer, previous: str) -> None:
+    """Marks a module as run by ``layer``."""
+    module.__dict__[_MARK] = Mark(layer, previous)
+
+
+def unmark(module: nn.Module) -> None:
+    """Makes it an ordinary module again."""
+    module.__dict__.pop(_MARK, None)
+
+
+def mark_of(module: nn.Module) -> Mark | None:
+    """The module's mark."""
+    return module.__dict__.get(_MARK)
+
+
+def register() -> None:
+    """Registers the function; calling it again changes nothing."""
+    if NAME not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+@torch.compiler.disable
+def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Runs a marked module through its engine; any other as it ran before.
+
+    Families name the three arguments differently; they mean ``hidden [T, H]``, ``top_k_index [T, K]`` and
+    ``top_k_weights [T, K]`` in this order.
+    """
+    found = mark_of(module)
+    eager = type(module).forward.__wrapped__
+    if found is not None and found.layer is not None:
+        bound = inspect.signature(eager).bind(module, *args, **kwargs)
+        hidden, index, weights = list(bound.arguments.values())[1:4]
+        return found.layer(hidden, index, weights)
+    previous = "grouped_mm" if found is None else found.previous
+    return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)(module, *args, **kwargs)

@@ -1,0 +1,48 @@
+"""From an experts module on Transformers' experts interface to the engine's :class:`ExpertsSpec`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hf_laer.compute.spec import ExpertsSpec
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of ``model`` that are on the experts interface, by name."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether Transformers' ``use_experts_implementation`` decorated the module's class."""
+    return all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "num_experts"))
+
+
+def spec_of(name: str, module: nn.Module) -> ExpertsSpec:
+    """Reads a module's layout.
+
+    Raises:
+        ValueError: It has parameters, or a step after its second product, that the engine does not know.
+    """
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    biases = (f"{up}_bias", "down_proj_bias") if module.has_bias else (None, None)
+    known = {up, "down_proj", *(bias for bias in biases if bias)}
+    found = {key for key, _ in module.named_parameters()}
+    if found != known:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has the parameters {sorted(found)}, hf_laer knows {sorted(known)}: "
+            "this family is not supported"
+        )
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(f"{name} ({type(module).__name__}) norms each expert's output: this family is not supported")
+    down = module.get_parameter("down_proj")
+    return ExpertsSpec(
+        num_experts=down.shape[0],
+        hidden_size=down.shape[2 if module.is_transposed else 1],
+        is_transposed=bool(module.is_transposed),
+        up=up,
+        down="down_proj",
+        up_bias=biases[0],
+        down_bias=biases[1],
+        # Looked up at each call, so that a module moved or changed later is followed.
+        gate=(lambda rows: module._apply_gate(rows)) if module.has_gate else (lambda rows: module.act_fn(rows)),
+    )

@@ -1,0 +1,168 @@
+"""``patch_model``: one line that makes the MoE blocks of a Transformers model run in hf_laer's engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hf_laer.config import LaerConfig
+from hf_laer.engine import Engine
+from hf_laer.integrations.transformers.checkpointing import tape_model, untape_model
+from hf_laer.integrations.transformers.experts import NAME, mark, mark_of, register, unmark
+from hf_laer.integrations.transformers.optimizers import follow
+from hf_laer.integrations.transformers.families import experts_modules, spec_of
+from hf_laer.integrations.transformers.validate import check_model
+
+logger = logging.getLogger(__name__)
+
+
+def patch_model(
+    model: nn.Module, config: LaerConfig | None = None, *, mesh: DeviceMesh | None = None
+) -> nn.Module:
+    """Makes the model's experts run in expert parallel, in place. Classes, names and shapes stay as they are.
+
+    Parameters are sharded when Accelerate prepares the model under FSDP2, or at once where ``mesh`` is given. With
+    neither, and no process group, the model runs on one device. An optimizer may be made before or after.
+
+    Args:
+        model: A Transformers model with MoE layers on the experts interface; PEFT models too.
+        config: Strategy and settings; ``None`` means the defaults.
+        mesh: The FSDP mesh, 1-D or (replicate, shard), for use without Accelerate.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The model has no such layer, or something in it cannot be patched; the message names the cure.
+        RuntimeError: It is patched otherwise already, or was prepared before it was patched.
+    """
+    config = config or LaerConfig()
+    engine = get_engine(model)
+    if engine is not None:
+        return _patched_again(model, engine, config, mesh)
+    check_model(model)
+    modules = experts_modules(model)
+    for name, module in modules.items():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise RuntimeError(
+                f"{name} is sharded already: call patch_model before accelerator.prepare (or fully_shard), not after"
+            )
+    specs = {name: spec_of(name, module) for name, module in modules.items()}
+    engine = Engine(config, _ranks_per_node(config))
+    register()
+    for name, module in modules.items():
+        mark(module, engine.add_layer(name, module, specs[name]), _implementation(module))
+    _set_implementation(model, NAME)
+    tape_model(model)
+    # Here, because Accelerate's part needs this one.
+    from hf_laer.integrations.accelerate.hook import install_hook
+
+    install_hook()
+    if mesh is not None:
+        _shard_now(engine, mesh)
+    logger.info("hf_laer runs %d MoE layers of %s with %s", len(modules), type(model).__name__, config.strategy)
+    return model
+
+
+def unpatch_model(model: nn.Module) -> nn.Module:
+    """Gives the plain model back, in place; a model that is not patched is left alone.
+
+    Raises:
+        RuntimeError: Its parameters are sharded; ``accelerator.get_state_dict`` gathers them.
+    """
+    engine = get_engine(model)
+    if engine is None:
+        return model
+    if engine.is_sharded:
+        raise RuntimeError(
+            "the experts are sharded over ranks and cannot be put back: gather the weights with "
+            "accelerator.get_state_dict(model) and load them into a fresh model"
+        )
+    previous = [found.previous for layer in engine.layers.values() if (found := mark_of(layer.module))]
+    for layer in engine.layers.values():
+        unmark(layer.module)
+    untape_model(model)
+    _set_implementation(model, previous[0])
+    return model
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether the model's experts run in an engine."""
+    return get_engine(model) is not None
+
+
+def get_engine(model: nn.Module) -> Engine | None:
+    """The model's engine; wrappers (PEFT, compile, checkpoint) make no difference."""
+    for module in model.modules():
+        found = mark_of(module)
+        if found is not None and found.layer is not None:
+            return found.layer.engine
+    return None
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that the engine shards: what ``fully_shard(ignored_params=…)`` takes."""
+    engine = get_engine(model)
+    if engine is None:
+        raise ValueError("the model is not patched: call patch_model first")
+    return {home.parameter for layer in engine.layers.values() for home in layer.homes.values()}
+
+
+def _patched_again(
+    model: nn.Module, engine: Engine, config: LaerConfig, mesh: DeviceMesh | None
+) -> nn.Module:
+    if engine.config != config:
+        raise RuntimeError(
+            f"the model is patched already, with {engine.config}, and cannot also have {config}: patch once, or call "
+            "unpatch_model(model) before it is prepared"
+        )
+    if mesh is not None and not engine.is_sharded:
+        _shard_now(engine, mesh)
+    elif mesh is not None and engine.mesh != mesh:
+        raise RuntimeError(f"the model is sharded already, on {engine.mesh}, and cannot also be on {mesh}")
+    return model
+
+
+def _shard_now(engine: Engine, mesh: DeviceMesh) -> None:
+    """Shards at once; an optimizer that was made before follows."""
+    detached = engine.detach()
+    before = {name: dict(parameters) for name, parameters in detached.parameters.items()}
+    engine.attach(detached, mesh)
+    for name, parameters in before.items():
+        for key, old in parameters.items():
+            follow(old, engine.layers[name].homes[key].parameter)
+
+
+def _implementation(module: nn.Module) -> str:
+    return getattr(module.config, "_experts_implementation", None) or "eager"
+
+
+def _set_implementation(model: nn.Module, name: str) -> None:
+    for part in _pretrained(model):
+        part.set_experts_implementation(name)
+
+
+def _pretrained(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost Transformers models inside ``model``."""
+    if hasattr(model, "set_experts_implementation") and hasattr(model, "_can_set_experts_implementation"):
+        yield model
+        return
+    for child in model.children():
+        yield from _pretrained(child)
+
+
+def _ranks_per_node(config: LaerConfig) -> int:
+    if config.ranks_per_node is not None:
+        return config.ranks_per_node
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

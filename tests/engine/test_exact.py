@@ -1,0 +1,35 @@
+"""Every strategy equals the unpatched model in fp32: loss, logits, every gradient."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine import cases
+
+STRATEGIES = ("ep", "llep", "fsep", "fsdp")
+MAIN = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+GENERIC = ("olmoe", "qwen3_next", "deepseek_v3")
+MOVES = {"llep": "spilled", "fsep": "moved"}
+
+
+def check(ranks, world_size: int, family: str, strategy: str, **config) -> None:
+    moved = ranks(world_size).run(
+        cases.equal_to_unpatched, family=family, config={"strategy": strategy, "history": 1, **config}
+    )
+    assert all(rank == moved[0] for rank in moved)
+    assert moved[0]["records"] > 0
+    if strategy in MOVES and world_size > 1:
+        assert moved[0][MOVES[strategy]] > 0, "nothing moved: the test proved nothing"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", MAIN)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_unpatched(ranks, world_size: int, family: str, strategy: str) -> None:
+    check(ranks, world_size, family, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", GENERIC)
+def test_generic_families(ranks, family: str, strategy: str) -> None:
+    check(ranks, 3, family, strategy)
