@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 
