@@ -63,7 +63,7 @@ def check_state(state: Any) -> None:
     elif state.fsdp_plugin.fsdp_version != 2:
         raise ValueError(
             f"fsdp_version={state.fsdp_plugin.fsdp_version}: FSDP version 1 flattens the experts into one "
-            f"tensor. Set fsdp_version: 2 (fsdp_config={'version': 2} in the training arguments, "
+            "tensor. Set fsdp_version: 2 (fsdp_config={'version': 2} in the training arguments, "
             "FullyShardedDataParallelPlugin(fsdp_version=2) in code)"
         )
 
