@@ -44,9 +44,7 @@ def fsep_llep(
         ValueError: As :func:`exact_split`, or a capacity factor or m below 1.
     """
     if not (math.isfinite(capacity_factor) and capacity_factor >= 1) or min_tokens_per_gemm < 1:
-        raise ValueError(
-            f"capacity_factor={capacity_factor} and min_tokens_per_gemm={min_tokens_per_gemm}: at least 1"
-        )
+        raise ValueError(f"capacity_factor={capacity_factor} and min_tokens_per_gemm={min_tokens_per_gemm}: at least 1")
     loads = check_loads(loads)
     split = exact_split(loads, placement, ranks_per_node)
     ranks, total = len(loads), int(loads.sum())

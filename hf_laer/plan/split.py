@@ -16,9 +16,7 @@ from .types import Placement, Plan, Split
 from .validate import check_loads, check_placement, node_width
 
 
-def exact_split(
-    loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None, *, slack: int = 0
-) -> Split:
+def exact_split(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None, *, slack: int = 0) -> Split:
     """Splits each expert's tokens over its replicas: lowest possible maximum first, then little traffic.
 
     The idea of splitting this step's tokens over a stale placement is ours; LPLB (deepseek-ai) does it by a
@@ -147,9 +145,7 @@ def nearest_quotas(loads: np.ndarray, first: np.ndarray, rank: np.ndarray, width
 
 
 @kernel
-def _serve(
-    tokens: np.ndarray, low: int, high: int, at: int, quota: np.ndarray, held: np.ndarray, rank: int
-) -> None:
+def _serve(tokens: np.ndarray, low: int, high: int, at: int, quota: np.ndarray, held: np.ndarray, rank: int) -> None:
     """Adds the tokens of the sources ``low`` up to ``high`` to replica ``at`` on ``rank``."""
     total = 0
     for source in range(low, high):

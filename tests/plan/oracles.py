@@ -12,14 +12,7 @@ def check_plan(plan: Plan, loads: np.ndarray) -> None:
     """Every token is routed once, to a slot that holds its expert; nothing is held twice on a rank."""
     ranks, experts = loads.shape
     slots, split = plan.placement.slots, plan.split
-    assert (
-        slots.dtype
-        == split.first.dtype
-        == split.rank.dtype
-        == split.slot.dtype
-        == split.end.dtype
-        == np.int64
-    )
+    assert slots.dtype == split.first.dtype == split.rank.dtype == split.slot.dtype == split.end.dtype == np.int64
     assert len(slots) == ranks
     assert len(split.first) == experts + 1
     for row in slots:

@@ -36,9 +36,7 @@ def cases(draw):
     slots = draw(st.integers(-(-experts // ranks), experts))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     skew = rng.integers(0, 9, experts)
-    now, then = (
-        rng.integers(0, draw(st.sampled_from([1, 6, 500])) + 1, (ranks, experts)) * skew for _ in "ab"
-    )
+    now, then = (rng.integers(0, draw(st.sampled_from([1, 6, 500])) + 1, (ranks, experts)) * skew for _ in "ab")
     return now, then, slots, draw(st.sampled_from([None, 2, 3]))
 
 

@@ -14,9 +14,7 @@ def cases(draw):
     ranks, experts = draw(st.integers(1, 7)), draw(st.integers(1, 12))
     slots = draw(st.integers(-(-experts // ranks), experts))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    loads = rng.integers(0, draw(st.sampled_from([2, 30, 1000])), (ranks, experts)) * rng.integers(
-        0, 5, experts
-    )
+    loads = rng.integers(0, draw(st.sampled_from([2, 30, 1000])), (ranks, experts)) * rng.integers(0, 5, experts)
     if draw(st.booleans()):
         return loads, initial_placement(experts, ranks, slots)
     return loads, laer_placement(rng.integers(0, 100, experts), ranks, slots)
