@@ -157,17 +157,6 @@ def predict(
     return replace(plan, predicted=prediction)
 
 
-def cheaper(plan: Plan, other: Plan) -> Plan:
-    """The plan that is predicted to take less time, the first of equals.
-
-    Raises:
-        ValueError: One carries no prediction.
-    """
-    if plan.predicted is None or other.predicted is None:
-        raise ValueError("both plans need a prediction: call predict first")
-    return plan if plan.predicted.seconds <= other.predicted.seconds else other
-
-
 def compute_seconds(plan: Plan, cost: CostModel) -> np.ndarray:
     """float64 ``[N]``: forward time of each rank's products, small groups being slow."""
     slots = plan.placement.slots
