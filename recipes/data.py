@@ -47,6 +47,7 @@ def open_dataset(
     *,
     streaming: bool = False,
     per_domain: int = 512,
+    block: int = 0,
     seed: int = 0,
 ) -> DatasetDict | IterableDatasetDict:
     """The data set to train on, its splits by name.
@@ -57,13 +58,15 @@ def open_dataset(
             ``train`` and ``test``, a sixteenth).
         config: The hub data set's configuration.
         streaming: Stream a hub data set.
-        per_domain: Rows of each domain where ``name`` is ``None``.
-        seed: Mixes the rows where ``name`` is ``None``.
+        per_domain: Rows of each domain where ``name`` is ``None``; ``block`` and ``seed`` as in
+            :func:`chat_rows`.
+        block: See there.
+        seed: See there.
     """
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     if name is None:
-        rows = Dataset.from_list(chat_rows(per_domain, seed=seed))
+        rows = Dataset.from_list(chat_rows(per_domain, block=block, seed=seed))
         return rows.train_test_split(test_size=max(1, len(rows) // 16), shuffle=False)
     path = Path(name)
     if path.is_file():
@@ -76,25 +79,31 @@ def open_dataset(
     return load_dataset(name, name=config, streaming=streaming)
 
 
-def chat_rows(per_domain: int = 512, *, seed: int = 0, max_chars: int = 900) -> list[dict[str, Any]]:
-    """Rows of all domains, mixed; the same for the same arguments and Python version.
+def chat_rows(
+    per_domain: int = 512, *, block: int = 0, seed: int = 0, max_chars: int = 900
+) -> list[dict[str, Any]]:
+    """Rows of all domains; the same for the same arguments and Python version.
 
     Args:
         per_domain: Rows wanted of each domain; a domain that has fewer gives all it has (arithmetic never
             runs out).
+        block: So many rows of one domain follow one another, then of the next, as in a data set put together
+            from several; 0 mixes all.
         seed: Chooses and mixes the rows.
         max_chars: Upper bound of prompt and completion together, so that a row fits a short sequence.
 
     Returns:
         Rows with ``prompt`` and ``completion`` (lists of one chat message) and ``domain``.
     """
-    if per_domain < 1:
-        raise ValueError(f"per_domain={per_domain} must be at least 1")
-    rows: list[dict[str, Any]] = []
-    for domain in DOMAINS:
-        rows += domain_rows(domain, per_domain, seed=seed, max_chars=max_chars)
-    random.Random(seed).shuffle(rows)
-    return rows
+    if per_domain < 1 or block < 0:
+        raise ValueError(f"per_domain={per_domain} must be at least 1, block={block} not negative")
+    domains = [domain_rows(domain, per_domain, seed=seed, max_chars=max_chars) for domain in DOMAINS]
+    if block:
+        starts = range(0, per_domain, block)
+        return [row for start in starts for rows in domains for row in rows[start : start + block]]
+    mixed = [row for rows in domains for row in rows]
+    random.Random(seed).shuffle(mixed)
+    return mixed
 
 
 def domain_rows(domain: str, count: int, *, seed: int = 0, max_chars: int = 900) -> list[dict[str, Any]]:

@@ -133,7 +133,7 @@ def load_dense(
         dtype = dtype or torch.float32
     else:
         where = {"pretrained_model_name_or_path": str(source)}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "auto")
     tokenizer = AutoTokenizer.from_pretrained(**where)
     if path.suffix == ".gguf":
         _mend_tokenizer(tokenizer)
@@ -387,7 +387,8 @@ class Arguments:
 def main() -> None:
     """Reads the command line and makes the checkpoint."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args, cfg = HfArgumentParser([Arguments, UpcycleConfig]).parse_args_into_dataclasses()
+    kinds: list[Any] = [Arguments, UpcycleConfig]
+    args, cfg = HfArgumentParser(kinds).parse_args_into_dataclasses()
     dtype = getattr(torch, args.dtype) if args.dtype else None
     make_checkpoint(args.source, args.output, cfg, device=args.device, dtype=dtype)
 
