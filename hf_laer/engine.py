@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,6 +150,29 @@ class Engine:
         home = sharded_home(block, layout, dim, mesh, parameter.requires_grad)
         layer.module.register_parameter(key, home.parameter)
         layer.homes[key] = home
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the layers remember of recent micro-batches, in JSON's types; the same on all ranks."""
+        return {
+            name: {
+                "step": step,
+                "held": self._held[name].astype(int).tolist(),
+                "tuner": self._tuners[name].state_dict() if name in self._tuners else None,
+            }
+            for name, step in self._steps.items()
+        }
+
+    def load_state_dict(self, memory: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`; where the number of ranks has changed, placements start anew."""
+        for name, remembered in memory.items():
+            if name not in self.layers:
+                continue
+            self._steps[name] = remembered["step"]
+            held = np.array(remembered["held"], bool)
+            if held.shape[0] == sum(map(len, self._groups)):
+                self._held[name] = held
+            if remembered["tuner"] is not None and self.config.strategy == "fsep":
+                self._tuner(self.layers[name]).load_state_dict(remembered["tuner"])
 
     def compute_dtype_for(self, hidden: torch.Tensor) -> torch.dtype:
         """Dtype of the expert GEMMs: the config's, FSDP's, autocast's, or that of the tokens."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,24 @@ class LayerTuner:
         if self._seen % self._config.relayout_interval == 0:
             self.placements()
             self._next = self._pool.submit(self._work_out, np.sum(self._history, axis=0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Recent loads and the layout to use now, in JSON's types; the same on all ranks."""
+        return {
+            "seen": self._seen,
+            "history": [loads.tolist() for loads in self._history],
+            "placements": [placement.slots.tolist() for placement in self.placements()],
+        }
+
+    def load_state_dict(self, memory: dict[str, Any]) -> None:
+        """Goes on from :meth:`state_dict`; one of another number of ranks or slots is passed over."""
+        slots = [np.array(table, np.int64) for table in memory["placements"]]
+        if [table.shape for table in slots] != [placement.slots.shape for placement in self._current]:
+            return
+        self._current, self._next = [Placement(table) for table in slots], None
+        self._history.clear()
+        self._history.extend(np.array(loads, np.int64) for loads in memory["history"])
+        self._seen = memory["seen"]
 
     def _work_out(self, loads: np.ndarray) -> list[Placement]:
         slots = [self._config.slots_for(loads.shape[1], len(group)) for group in self._groups]

@@ -1,1 +1,7 @@
-"""Accelerate: FSDP2 with sharded experts."""
+"""hf_laer under Accelerate: the plugin, the hook in FSDP2's preparation, and FSDP2 on CPUs."""
+
+from hf_laer.integrations.accelerate.cpu import enable_cpu_fsdp
+from hf_laer.integrations.accelerate.hook import install_hook
+from hf_laer.integrations.accelerate.plugin import LaerFSDPPlugin
+
+__all__ = ["LaerFSDPPlugin", "enable_cpu_fsdp", "install_hook"]

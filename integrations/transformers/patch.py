@@ -18,6 +18,7 @@ from hf_laer.integrations.transformers.checkpointing import tape_model, untape_m
 from hf_laer.integrations.transformers.experts import NAME, mark, mark_of, register, unmark
 from hf_laer.integrations.transformers.optimizers import follow
 from hf_laer.integrations.transformers.families import experts_modules, spec_of
+from hf_laer.integrations.transformers.validate import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,8 @@ def patch_model(
     engine = get_engine(model)
     if engine is not None:
         return _patched_again(model, engine, config, mesh)
+    check_model(model)
     modules = experts_modules(model)
-    if not modules:
-        raise ValueError(
-            f"{type(model).__name__} has no MoE layer on Transformers' experts interface: hf_laer has nothing to patch"
-        )
     for name, module in modules.items():
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise RuntimeError(
@@ -63,6 +61,10 @@ def patch_model(
         mark(module, engine.add_layer(name, module, specs[name]), _implementation(module))
     _set_implementation(model, NAME)
     tape_model(model)
+    # Here, because Accelerate's part needs this one.
+    from hf_laer.integrations.accelerate.hook import install_hook
+
+    install_hook()
     if mesh is not None:
         _shard_now(engine, mesh)
     logger.info("hf_laer runs %d MoE layers of %s with %s", len(modules), type(model).__name__, config.strategy)

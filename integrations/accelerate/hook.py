@@ -1,0 +1,193 @@
+"""The hook in Accelerate's FSDP2 preparation: experts out, FSDP2 over the rest, experts back in, sharded.
+
+FSDP2 must not manage expert parameters (it would unshard every expert on every rank), nor merely ignore them
+(they would miss the upcast, RAM-efficient loading, or the checkpoint). So they are gone while FSDP2 shards
+the model, and come back as DTensors on FSDP2's own mesh, under their own names: Accelerate maps an
+optimizer's parameters by name after that, and clipping, state dicts and fused optimizers see DTensors like
+any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from hf_laer.integrations import upstream
+from hf_laer.integrations.accelerate.resume import register_state_hooks
+from hf_laer.integrations.transformers import get_engine
+from hf_laer.integrations.transformers.checkpointing import tape_checkpoint_wrappers
+from hf_laer.integrations.transformers.validate import check_loader, check_model, check_state
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hf_laer.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def install_hook() -> None:
+    """Puts the hook into Accelerate, once. Models that are not patched are prepared as before.
+
+    Raises:
+        RuntimeError: Accelerate has changed (see :mod:`hf_laer.integrations.upstream`).
+    """
+    upstream.install("prepare", prepare_model)
+
+
+def prepare_model(original: upstream.Function, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """``fsdp2_prepare_model`` for a patched model.
+
+    Args:
+        original: Accelerate's own function.
+        accelerator: Whose FSDP plugin says how to shard.
+        model: The model, perhaps inside PEFT's, ``torch.compile``'s or checkpoint wrappers.
+
+    Returns:
+        The model, in place, with DTensor parameters only.
+
+    Raises:
+        ValueError: The model or the setup is one that hf_laer does not work with.
+    """
+    engine = get_engine(model)
+    if engine is None or _is_prepared(model):
+        return original(accelerator, model)
+    tape_checkpoint_wrappers(model)
+    check_setup(accelerator, model)
+    with _one_tail(model):
+        if engine.is_sharded:  # by patch_model(mesh=...): FSDP2 only has to leave the homes alone
+            with _aside(engine):
+                model = original(accelerator, model)
+        else:
+            arguments = attach_arguments(accelerator, model, engine)
+            model = _shard_around(engine, lambda: original(accelerator, model), **arguments)
+    register_state_hooks(accelerator, engine)
+    _say(engine)
+    return model
+
+
+def check_setup(accelerator: Accelerator, model: nn.Module) -> None:
+    """Every check for which the accelerator is needed. Raises what :mod:`validate`'s functions raise."""
+    check_state(accelerator.state)
+    check_model(model)
+    for loader in accelerator._dataloaders:
+        check_loader(loader, accelerator.num_processes)
+
+
+def attach_arguments(accelerator: Accelerator, model: nn.Module, engine: Engine) -> dict[str, Any]:
+    """How the plugin shards, said in the words of ``Engine.attach``.
+
+    Returns:
+        ``mesh``, ``compute_dtype``, ``reduce_dtype``, ``master_dtype``, ``src_rank`` and ``offload``.
+
+    Raises:
+        ValueError: Offload is on, and the process group has no back end for tensors on the CPU.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    policy = plugin.mixed_precision_policy
+    # As Accelerate does: with 4-bit weights anywhere it neither upcasts nor loads on one rank.
+    in_full = not any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
+    offload = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    if offload:
+        check_offload_group(accelerator.device)
+    return {
+        "mesh": fsdp_mesh(accelerator),
+        "compute_dtype": policy and policy.param_dtype,
+        "reduce_dtype": policy and policy.reduce_dtype,
+        "master_dtype": torch.float32 if accelerator.mixed_precision != "no" and in_full else None,
+        "src_rank": 0 if plugin.cpu_ram_efficient_loading and in_full else None,
+        "offload": offload,
+    }
+
+
+def fsdp_mesh(accelerator: Accelerator) -> DeviceMesh:
+    """The mesh on which FSDP2 shards: ``[shard]``, or ``[replicate, shard]`` under HSDP.
+
+    Without a ``ParallelismConfig`` FSDP2 makes an unnamed mesh over the world; one like it compares equal, a
+    named one does not, and then fused and foreach optimizers refuse to mix the two.
+    """
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is not None:
+        return mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    return init_device_mesh(accelerator.device.type, (dist.get_world_size(),))
+
+
+def check_offload_group(device: torch.device) -> None:
+    """Refuses CPU offload in a process group that cannot reduce what lies on the CPU (gradient norms).
+
+    Raises:
+        ValueError: The default group has no CPU back end.
+    """
+    backends = dist.get_backend_config(dist.group.WORLD)
+    if device.type != "cpu" and "cpu:" not in str(backends):
+        raise ValueError(
+            f"cpu_offload needs a process group that also serves CPU tensors, this one has {backends}. "
+            "Start it with a CPU back end: "
+            f"Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='cpu:gloo,{device.type}:nccl')]), "
+            f"or torch.distributed.init_process_group('cpu:gloo,{device.type}:nccl') before the first "
+            "Accelerator"
+        )
+
+
+def _is_prepared(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
+
+
+def _shard_around(engine: Engine, shard: Callable[[], nn.Module], **arguments: Any) -> nn.Module:
+    """Runs ``shard`` with the experts taken out; if that fails, puts them back as they were."""
+    detached = engine.detach()
+    try:
+        model = shard()
+    except BaseException:
+        engine.restore(detached)
+        raise
+    engine.attach(detached, **arguments)
+    return model
+
+
+@contextmanager
+def _aside(engine: Engine) -> Iterator[None]:
+    """Hides the homes of an engine that is sharded already."""
+    homes = engine.detach()
+    try:
+        yield
+    finally:
+        engine.restore(homes)
+
+
+def _one_tail(model: nn.Module) -> AbstractContextManager[None]:
+    """On torch before 2.13, keeps final norm and head in the root unit (``final_norm`` in upstream.py)."""
+    if Version(torch.__version__).release >= (2, 13):
+        return nullcontext()
+    return _tail_in_root(model)
+
+
+@contextmanager
+def _tail_in_root(model: nn.Module) -> Iterator[None]:
+    """Hides final norm and head, and embeddings tied to it, from the search for units of their own."""
+    ends = ["get_output_embeddings"]
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embeddings is not None and head.weight is embeddings.weight:
+        ends.append("get_input_embeddings")
+    for end in ends:
+        model.__dict__[end] = lambda: None
+    try:
+        with upstream.installed("final_norm", lambda original, model: None):
+            yield
+    finally:
+        for end in ends:
+            del model.__dict__[end]
+
+
+def _say(engine: Engine) -> None:
+    if dist.get_rank() == 0:
+        logger.info("%d MoE layers run as %s on %s", len(engine.layers), engine.config.strategy, engine.mesh)

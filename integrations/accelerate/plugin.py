@@ -1,0 +1,58 @@
+"""``LaerFSDPPlugin``: Accelerate's FSDP plugin, version 2, with a ``LaerConfig`` in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+
+from hf_laer.config import LaerConfig
+from hf_laer.integrations.accelerate.hook import install_hook
+from hf_laer.integrations.transformers import patch_model
+
+
+@dataclass
+class LaerFSDPPlugin(FullyShardedDataParallelPlugin):
+    """An FSDP plugin that patches the model which ``Accelerator.prepare(model, optimizer)`` is given.
+
+    Args:
+        laer: How the MoE layers run; ``None`` means ``LaerConfig()``. A model that is patched already must
+            have been patched with an equal config.
+
+    The other fields are Accelerate's, with its defaults, except that the version is 2 and layers are wrapped
+    one by one (``transformer_based_wrap``) unless told otherwise. As in Accelerate, a field that is not given
+    is read from the launcher's ``FSDP_*`` variables.
+
+    Raises:
+        ValueError: ``fsdp_version`` is 1.
+
+    Example::
+
+        accelerator = Accelerator(fsdp_plugin=LaerFSDPPlugin(laer=LaerConfig(strategy="fsep")))
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+
+    laer: LaerConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Fills in what was not given, then lets Accelerate validate the rest."""
+        if self.fsdp_version is None:
+            self.fsdp_version = 2
+        if self.fsdp_version != 2:
+            raise ValueError(f"LaerFSDPPlugin needs fsdp_version=2, got {self.fsdp_version}")
+        if self.laer is None:
+            self.laer = LaerConfig()
+        if self.auto_wrap_policy is None:
+            self.auto_wrap_policy = "transformer_based_wrap"
+        super().__post_init__()
+        install_hook()
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Patches ``model``, then finds its layers.
+
+        This is where Accelerate first shows the plugin the model, before checkpoint and compile wrappers hide
+        it. Accelerate calls it twice; ``patch_model`` does nothing the second time.
+        """
+        patch_model(model, self.laer)
+        super().set_auto_wrap_policy(model)

@@ -1,0 +1,186 @@
+"""``LaerCallback``: hf_laer in TRL's trainers, and in Transformers' own, by one callback."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate.state import AcceleratorState, PartialState
+from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
+
+from hf_laer.config import LaerConfig
+from hf_laer.integrations import upstream
+from hf_laer.integrations.accelerate.hook import install_hook
+from hf_laer.integrations.transformers import get_engine, patch_model
+from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_state
+
+if TYPE_CHECKING:
+    from hf_laer.engine import Engine
+    from hf_laer.telemetry.record import LayerRecord
+
+logger = logging.getLogger(__name__)
+_TOO_LATE = (
+    "LaerCallback was added after the trainer was made, when the model can no longer be patched: give it to "
+    "the trainer instead, SFTTrainer(..., callbacks=[LaerCallback(config)]), or call patch_model before "
+    "making the trainer"
+)
+
+
+class LaerCallback(TrainerCallback, ExportableState):
+    """Patches the trainer's model, and puts imbalance and plan time into the trainer's logs.
+
+    Args:
+        config: How the MoE layers run, as a ``LaerConfig`` or its mapping (which is what a checkpoint holds);
+            ``None`` means ``LaerConfig()``.
+        keep: Records kept in :attr:`records`; the oldest fall out.
+
+    The logs get, over the MoE layers and micro-batches since the last log: ``laer/imbalance_before`` and
+    ``laer/imbalance_after`` (mean of max/mean tokens over ranks), ``laer/imbalance_before_max`` and
+    ``laer/imbalance_after_max`` (the worst), ``laer/spilled`` (tokens) and ``laer/moved`` (replicas), both
+    summed, and ``laer/plan_ms`` (mean host time of one plan).
+    """
+
+    def __init__(self, config: LaerConfig | Mapping[str, Any] | None = None, keep: int = 100_000) -> None:
+        self.config = (
+            LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
+        )
+        self.records: deque[LayerRecord] = deque(maxlen=keep)
+        self.memory: dict[str, Any] = {}
+        self._engine: Engine | None = None
+        self._window = _Window()
+        self._eval_checked = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Patches the model. FSDP2 shards it later, when training begins.
+
+        Raises:
+            ValueError: The model, the arguments or Accelerate's setup are such that hf_laer does not work
+                with them.
+        """
+        check_arguments(args)
+        check_state(AcceleratorState())
+        install_hook()
+        upstream.install("log", _log_ours_first)
+        patch_model(model, self.config)
+        self._engine = get_engine(model)
+        if state.is_world_process_zero and self._engine is not None:
+            logger.info(
+                "hf_laer: patched the %d MoE layers of %s with %s",
+                *(len(self._engine.layers), type(model).__name__, self.config),
+            )
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Checks that the experts are sharded by now, and takes up a checkpoint's memory.
+
+        Raises:
+            ValueError: The callback came after the trainer's ``__init__``, or ranks get unequal batch counts.
+        """
+        self._engine = get_engine(model)
+        if self._engine is None:
+            raise ValueError(_TOO_LATE)
+        check_loader(train_dataloader, PartialState().num_processes)
+        memory = _saved(state.stateful_callbacks, type(self).__name__).get("memory", {})
+        self._engine.load_state_dict(memory)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Checks the first evaluation's data loader, which no earlier event shows."""
+        if not self._eval_checked:
+            check_loader(eval_dataloader, PartialState().num_processes)
+            self._eval_checked = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Takes the engine's records over, step by step."""
+        if self._engine is not None:
+            for record in self._engine.recorder.drain():
+                self.records.append(record)
+                self._window.add(record)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this callback: the config, and the engine's memory."""
+        memory = self._engine.state_dict() if self._engine is not None else {}
+        return {"args": {"config": self.config.to_dict()}, "attributes": {"memory": memory}}
+
+    def add_to(self, logs: dict[str, float], state: Any) -> None:
+        """Adds the numbers since the last call to a training step's logs, and to the log history."""
+        if "loss" not in logs or not self._window.count:  # an evaluation's logs, the run's summary
+            return
+        numbers = self._window.close()
+        logs.update(numbers)
+        if state.log_history:
+            state.log_history[-1].update(numbers)
+
+
+class _Window:
+    """Sums over the records since the last log."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums = dict.fromkeys(
+            ("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0
+        )
+        self._worst = dict.fromkeys(("imbalance_before", "imbalance_after"), 0.0)
+
+    def add(self, record: LayerRecord) -> None:
+        """Counts one layer and micro-batch in."""
+        numbers = {
+            "imbalance_before": _imbalance(record.loads_before),
+            "imbalance_after": _imbalance(record.loads_after),
+            "spilled": record.spilled,
+            "moved": record.moved,
+            "plan_ms": 1e3 * record.plan_seconds,
+        }
+        self.count += 1
+        for key, number in numbers.items():
+            self._sums[key] += number
+        for key in self._worst:
+            self._worst[key] = max(self._worst[key], numbers[key])
+
+    def close(self) -> dict[str, float]:
+        """The numbers for the logs; the next window begins."""
+        summed = {"spilled", "moved"}
+        logs = {key: total if key in summed else total / self.count for key, total in self._sums.items()}
+        logs |= {f"{key}_max": worst for key, worst in self._worst.items()}
+        self.__init__()  # type: ignore[misc]
+        return {f"laer/{key}": round(float(number), 4) for key, number in logs.items()}
+
+
+def _imbalance(loads: np.ndarray) -> float:
+    """Max over mean of ``loads [N]``; 1.0 where there are none."""
+    mean = float(loads.mean())
+    return float(loads.max()) / mean if mean else 1.0
+
+
+def _saved(callbacks: Any, name: str) -> dict[str, Any]:
+    """The attributes that ``trainer_state.json`` holds of the callback ``name``, or nothing."""
+    saved = (callbacks or {}).get(name, {})
+    saved = saved[0] if isinstance(saved, list) else saved
+    return saved.get("attributes", {})
+
+
+def _log_ours_first(
+    original: upstream.Function,
+    handler: CallbackHandler,
+    args: Any,
+    state: Any,
+    control: Any,
+    logs: Any,
+    **kwargs: Any,
+) -> Any:
+    """``CallbackHandler.on_log``: our numbers go in before a reporter earlier in the list reads the logs."""
+    for callback in handler.callbacks:
+        if isinstance(callback, LaerCallback):
+            callback.add_to(logs, state)
+    return original(handler, args, state, control, logs, **kwargs)

@@ -1,0 +1,25 @@
+"""Checkpoints: whole and sharded state dicts, resumed exactly; weights that need no hf_laer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations import cases
+
+KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_save_state_load_state(ranks, tmp_path, strategy: str, kind: str) -> None:
+    ranks(2).run(cases.saved_and_loaded, folder=str(tmp_path), strategy=strategy, kind=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_of_unpatched_model_resumes(ranks, tmp_path, kind: str) -> None:
+    ranks(2).run(cases.baseline_checkpoint, folder=str(tmp_path), strategy="fsep", kind=kind)
+
+
+@pytest.mark.parametrize("strategy", ["ep", "fsep"])
+def test_save_pretrained_is_that_of_the_plain_model(ranks, tmp_path, strategy: str) -> None:
+    ranks(2).run(cases.pretrained_round_trip, folder=str(tmp_path), strategy=strategy)
