@@ -4,7 +4,16 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test
+
+# The job of `make sft`: on all GPUs where there are any, else as two processes on the CPU.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+PROCESSES ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+LAUNCH ?= recipes/accelerate/cpu2.yaml
+RECIPE ?= recipes/smollm2_moe.yaml
+OUTPUT ?= outputs/sft
+OPTIONS ?=
+
+.PHONY: setup test sft
 
 setup: $(VENV)/.installed
 
@@ -17,3 +26,8 @@ $(VENV)/.installed: pyproject.toml
 
 test: setup
 	$(BIN)/python -m pytest
+
+sft: setup
+	$(BIN)/accelerate launch --config_file $(LAUNCH) --num_processes $(PROCESSES) \
+		recipes/sft.py --config $(RECIPE) --output_dir $(OUTPUT) $(OPTIONS)
+	$(BIN)/python recipes/generate.py $(OUTPUT)/final

@@ -34,7 +34,7 @@ def report(records: Sequence[LayerRecord], folder: str | Path, console: Console,
     console.print(layer_table(summaries, title=f"Expert load, {strategy}"))
     if not summaries:
         return
-    console.print(verdict(summaries), highlight=False)
+    console.print(verdict(summaries), highlight=False, soft_wrap=True)
     try:
         console.print(f"picture: {save_picture(records, folder / 'expert_load.png')}", highlight=False)
     except ImportError:
@@ -68,7 +68,8 @@ def check_moves(records: Sequence[LayerRecord], strategy: str) -> None:
     if not spilled and not moved:
         raise RuntimeError(
             f"require_moves: strategy {strategy} spilled no token and moved no replica in "
-            f"{len(records)} records; use llep with min_tokens_per_gemm and imbalance_threshold of 1, or fsep, on several ranks"
+            f"{len(records)} records; use llep with min_tokens_per_gemm and imbalance_threshold of 1, or "
+            "fsep, on several ranks"
         )
 
 

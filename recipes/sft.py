@@ -15,7 +15,9 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,14 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Trains, reports, saves."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # Other packages' notices to their own developers, one per process.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if not torch.cuda.is_available():
         enable_cpu_fsdp()
     settings = parse()
     state = PartialState()
     check_processes(state)
-    console = Console(quiet=not state.is_main_process)
+    console = make_console(state)
     try:
         run(settings, state, console)
     finally:
@@ -70,6 +74,14 @@ def run(settings: Settings, state: PartialState, console: Console) -> None:
     state.wait_for_everyone()
 
 
+def make_console(state: PartialState) -> Console:
+    """The terminal, for the first process alone; wide enough for a table where the output goes to a file."""
+    console = Console(quiet=not state.is_main_process)
+    if not console.is_terminal:
+        console.width = 120
+    return console
+
+
 def check_processes(state: PartialState) -> None:
     """Refuses processes that would each train alone.
 
@@ -86,8 +98,6 @@ def check_processes(state: PartialState) -> None:
 
 def launched_processes() -> int:
     """How many processes the launcher started, by what it tells each of them."""
-    import os
-
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -98,7 +108,7 @@ def make_callback(settings: Settings) -> LaerCallback | None:
 
 
 def model_path(settings: Settings, folder: Path, state: PartialState) -> str:
-    """The checkpoint to train: the one named, or one made in ``folder`` by the first process while others wait.
+    """The checkpoint to train: the one named, or one that the first process makes in ``folder``.
 
     Raises:
         FileNotFoundError: The made one is not seen by this process, as on a node with another disk.
@@ -162,7 +172,7 @@ def model_options(settings: Settings) -> dict[str, Any]:
     options: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
-    quantization = get_quantization_config(model)
+    quantization: Any = get_quantization_config(model)
     if settings.recipe.dequantize:
         from transformers.utils.quantization_config import Mxfp4Config
 

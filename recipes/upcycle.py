@@ -66,7 +66,7 @@ class UpcycleConfig:
         noise: Standard deviation of the noise on each copy's weights, relative to the weights' own; 0 is
             exact.
         calibration_tokens: Tokens whose MLP inputs shape the routers.
-        seed: Of the noise and of k-means.
+        init_seed: Of the noise and of k-means.
     """
 
     replicas: int = field(default=4, metadata={"help": "Copies of each MLP."})
@@ -77,7 +77,7 @@ class UpcycleConfig:
         default=0.0, metadata={"help": "Noise on each copy, relative to the weights' deviation."}
     )
     calibration_tokens: int = field(default=2048, metadata={"help": "Tokens that shape the routers."})
-    seed: int = field(default=0, metadata={"help": "Seed of noise and k-means."})
+    init_seed: int = field(default=0, metadata={"help": "Seed of noise and k-means."})
 
     def __post_init__(self) -> None:
         for name in ("replicas", "slices", "active", "calibration_tokens"):
@@ -233,7 +233,7 @@ def routers(
     def watch(layer: int) -> Any:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             inputs = args[0].reshape(-1, args[0].shape[-1])
-            rows[layer] = router_rows(inputs, cfg.replicas, seed=cfg.seed + layer).cpu()
+            rows[layer] = router_rows(inputs, cfg.replicas, seed=cfg.init_seed + layer).cpu()
 
         return hook
 
@@ -286,7 +286,7 @@ def _state(
     dense: PreTrainedModel, layers: list[int], rows: dict[int, Tensor], cfg: UpcycleConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """The MoE model's state: experts and routers, and all that is not an MLP as it is."""
-    generator = torch.Generator().manual_seed(cfg.seed)
+    generator = torch.Generator().manual_seed(cfg.init_seed)
     decoder = dense.get_decoder()
     for new, old in enumerate(layers):
         gate_up, down = expert_weights(decoder.layers[old].mlp, cfg, generator)
@@ -356,7 +356,7 @@ def make_checkpoint(
     from data import chat_rows
 
     dense, tokenizer = load_dense(source or bundled_checkpoint(), device=device, dtype=dtype)
-    rows = chat_rows(max(64, cfg.calibration_tokens // 64), seed=cfg.seed)
+    rows = chat_rows(max(64, cfg.calibration_tokens // 64), seed=cfg.init_seed)
     texts = (row["prompt"][0]["content"] + "\n" + row["completion"][0]["content"] + "\n" for row in rows)
     token_ids = calibration_ids(tokenizer, texts, cfg.calibration_tokens)
     model = upcycle(dense, token_ids, cfg)

@@ -22,7 +22,7 @@ def layer_table(summaries: Sequence[LayerSummary], *, title: str = "Expert load"
         title: Above the table.
     """
     table = Table(title=title, caption=CAPTION)
-    table.add_column("layer")
+    table.add_column("layer", no_wrap=True)
     for name in ("experts", "owners", "best static", "planned", "spilled", "moved", "plan ms"):
         table.add_column(name, justify="right")
     for summary in summaries:
