@@ -75,7 +75,7 @@ class Engine:
         """Takes the expert parameters out of their modules, so that FSDP does not shard them."""
         detached = Detached()
         for name, layer in self.layers.items():
-            detached.parameters[name] = {key: layer.module._parameters.pop(key) for key in layer.spec.names}  # type: ignore[misc]
+            detached.parameters[name] = {key: layer.module._parameters.pop(key) for key in list(layer.module._parameters)}
         return detached
 
     def restore(self, detached: Detached) -> None:

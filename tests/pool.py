@@ -66,7 +66,9 @@ class RankPool:
             worker.pipe.send_bytes(message)
         results, failures = self._collect(time.monotonic() + seconds)
         if failures:
-            self.stop()
+            # Ranks that all failed by themselves stand alike; otherwise some collective may still wait for its match.
+            if len(failures) < self.world_size or any("hung" in failure for failure in failures):
+                self.stop()
             raise RankFailure(f"{case.__module__}.{case.__name__}({kwargs})\n" + "\n".join(failures))
         return [results[rank] for rank in range(self.world_size)]
 

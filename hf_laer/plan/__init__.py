@@ -1,30 +1,65 @@
 """Planners: pure functions from loads to plans. Numpy in, frozen dataclasses out; no torch."""
 
-from .fixed import ep, fsdp
-from .laer import initial_placement, laer_placement
+from .cost import CostModel, balanced_ideal, cheaper, lower_bound, predict
+from .eplb import eplb, eplb_placement, lplb
+from .fixed import ep, fsdp, fsdp_ep
+from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .owners import chunk_owners
 from .registry import PLANNERS, get_planner, planner_summary
+from .relocate import flexmoe, flexmoe_placement, smartmoe, smartmoe_owners
+from .shadow import fastermoe, prophet, prophet_placement
+from .shares import even_split, laer
+from .spill import fsep_llep
 from .split import exact_split, fsep
-from .types import EMPTY, Placement, Plan, Split, imbalance
+from .topology import PROFILES, Topology, read_topology, topology
+from .traffic import Traffic, traffic
+from .types import EMPTY, Placement, Plan, Prediction, Split, imbalance
 from .warmup import compile_kernels
 
 __all__ = [
     "EMPTY",
     "PLANNERS",
+    "PROFILES",
+    "CostModel",
     "Placement",
     "Plan",
+    "Prediction",
     "Split",
+    "Topology",
+    "Traffic",
+    "balanced_ideal",
+    "cheaper",
     "chunk_owners",
     "compile_kernels",
     "ep",
+    "eplb",
+    "eplb_placement",
+    "even_split",
     "exact_split",
+    "fastermoe",
+    "flexmoe",
+    "flexmoe_placement",
     "fsdp",
+    "fsdp_ep",
     "fsep",
+    "fsep_llep",
+    "fsep_placement",
     "get_planner",
     "imbalance",
     "initial_placement",
+    "laer",
     "laer_placement",
     "llep",
+    "lower_bound",
+    "lplb",
     "planner_summary",
+    "predict",
+    "prophet",
+    "prophet_placement",
+    "read_topology",
+    "smartmoe",
+    "smartmoe_owners",
+    "topology",
+    "traffic",
 ]

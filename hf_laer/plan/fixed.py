@@ -1,14 +1,12 @@
-"""The two corners of the plan space, which look at no load: whole experts at their owners, or everything
-everywhere.
-"""
+"""Planners that look at no load: experts at their owners, everything everywhere, and a static mix."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .owners import owner_slots
+from .owners import chunk_owners, owner_slots
 from .types import Placement, Plan, Split
-from .validate import check_loads, check_owners
+from .validate import check_loads, check_owners, check_room
 
 
 def ep(loads: np.ndarray, owners: np.ndarray) -> Plan:
@@ -54,3 +52,33 @@ def fsdp(loads: np.ndarray) -> Plan:
         end=np.ascontiguousarray(np.cumsum(loads, axis=0).T).ravel(),
     )
     return Plan(Placement(np.tile(np.arange(experts), (ranks, 1))), split)
+
+
+def fsdp_ep(loads: np.ndarray, slots_per_rank: int) -> Plan:
+    """Static FSDP + EP (LAER-MoE's baseline, arXiv 2602.11686): equal groups of ranks, each an EP group.
+
+    A group is the fewest consecutive ranks, a divisor of N, whose slots hold every expert. Experts are owned
+    by the chunk rule inside each group, tokens stay in it, copies of an expert are sharded over the groups.
+
+    Args:
+        loads: int64 ``[N, E]``, tokens per source rank and expert.
+        slots_per_rank: S.
+
+    Raises:
+        ValueError: Bad loads, or too few slots.
+    """
+    loads = check_loads(loads)
+    ranks, experts = loads.shape
+    check_room(experts, ranks, slots_per_rank)
+    size = next(n for n in range(1, ranks + 1) if ranks % n == 0 and -(-experts // n) <= slots_per_rank)
+    owners = chunk_owners(experts, size)
+    groups = ranks // size
+    slots, slot_of = owner_slots(owners, size, np.zeros(size, np.int64))
+    by_group = loads.reshape(groups, size, experts).sum(axis=1)
+    split = Split(
+        first=np.arange(experts + 1) * groups,
+        rank=(owners[:, None] + np.arange(groups) * size).ravel(),
+        slot=np.repeat(slot_of, groups),
+        end=np.ascontiguousarray(np.cumsum(by_group, axis=0).T).ravel(),
+    )
+    return Plan(Placement(np.tile(slots, (groups, 1))), split)

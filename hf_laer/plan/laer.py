@@ -25,6 +25,7 @@ def laer_placement(
     *,
     candidates: int = 6,
     remote_permille: int = 500,
+    hedge_permille: int = 0,
 ) -> Placement:
     """Places experts for loads like ``loads`` (LAER-MoE, arXiv 2602.11686, section 4 and Algorithm 1).
 
@@ -36,6 +37,7 @@ def laer_placement(
         candidates: How many replica counts to try; the first four are by priority queue, even, proportional,
             and by priority queue with a node's worth at a time, then come moves of a single copy.
         remote_permille: What a token that leaves its node costs, in thousandths of a token's compute.
+        hedge_permille: Thousandths of each load replaced by the mean load, as the next step may differ.
 
     Returns:
         The candidate with the smallest sum of the most loaded rank's tokens (tokens of an expert shared
@@ -43,7 +45,7 @@ def laer_placement(
         none twice on one rank, and ``min(N * S, N * E)`` slots are used.
 
     Raises:
-        ValueError: Bad loads, too few slots, or fewer than one candidate.
+        ValueError: Bad loads, too few slots, fewer than one candidate, or a share outside its range.
     """
     loads = check_history(loads, num_ranks)
     check_room(loads.shape[1], num_ranks, slots_per_rank)
@@ -51,9 +53,26 @@ def laer_placement(
         raise ValueError(
             f"need candidates >= 1 and remote_permille >= 0, got {candidates} and {remote_permille}"
         )
+    if not 0 <= hedge_permille <= 1000:
+        raise ValueError(f"hedge_permille={hedge_permille} must lie in 0..1000")
+    if hedge_permille:
+        loads = _hedged(loads, int(hedge_permille))
     slots = min(int(slots_per_rank), loads.shape[1])
     width = node_width(ranks_per_node, num_ranks)
     return Placement(_cheapest(loads, int(num_ranks), slots, width, int(candidates), int(remote_permille)))
+
+
+def fsep_placement(
+    loads: np.ndarray, num_ranks: int, slots_per_rank: int, ranks_per_node: int | None = None
+) -> Placement:
+    """:func:`laer_placement` for the exact split: hedged copies by priority queue, no other candidate.
+
+    The split levels what a placement allows, so a placement should allow much: copies follow three quarters
+    of the recent loads and one quarter of their mean. Where loads change much from step to step this leaves
+    about half as much that the exact split cannot level, where they change little it costs nothing, and
+    candidates chosen for less traffic did worse (measured, see ``docs/planners.md``).
+    """
+    return laer_placement(loads, num_ranks, slots_per_rank, ranks_per_node, candidates=1, hedge_permille=250)
 
 
 def initial_placement(
@@ -74,6 +93,20 @@ def initial_placement(
     copies = even_copies(num_experts, num_ranks, room)
     nothing = np.zeros(num_experts, np.int64)
     return Placement(place_copies(nothing, copies, num_ranks, min(slots, num_experts), width))
+
+
+@kernel
+def _hedged(loads: np.ndarray, permille: int) -> np.ndarray:
+    """Each source's loads drawn towards their mean, in thousandths of a token where that fits."""
+    experts = loads.shape[1]
+    scale = 1000 if loads.sum() < 1 << 40 else 1
+    hedged = np.empty_like(loads)
+    for source in range(len(loads)):
+        mean = loads[source].sum() * scale // experts
+        for expert in range(experts):
+            load = loads[source, expert] * scale
+            hedged[source, expert] = load - load // 1000 * permille + mean // 1000 * permille
+    return hedged
 
 
 @kernel

@@ -16,6 +16,7 @@ import math
 import numpy as np
 
 from ._jit import kernel
+from .cost import CostModel, cheaper, predict
 from .fixed import ep
 from .owners import owner_slots
 from .types import Placement, Plan, Split
@@ -30,6 +31,7 @@ def llep(
     min_tokens_per_gemm: int = 1024,
     imbalance_threshold: float = 1.3,
     ranks_per_node: int | None = None,
+    cost: CostModel | None = None,
 ) -> Plan:
     """Least-loaded expert parallelism: spill what exceeds an owner's capacity (LLEP, arXiv 2601.17111).
 
@@ -40,6 +42,8 @@ def llep(
         min_tokens_per_gemm: m; smaller chunks are not worth a weight transfer.
         imbalance_threshold: Lambda; while max/mean over ranks is below it, the plan is :func:`ep`'s.
         ranks_per_node: Helpers on the owner's node come first; ``None`` means one node.
+        cost: If given, plans carry a prediction, and one that is predicted slower than :func:`ep` is
+            replaced by it: spilling does not pay where batches are small.
 
     Returns:
         A plan whose slot rows list the rank's own experts ascending (also those without a token), then those
@@ -62,15 +66,19 @@ def llep(
     total, hottest = int(native.sum()), int(native.max())
     # Fractions of whole numbers: every rank rounds alike.
     above, below = float(imbalance_threshold).as_integer_ratio()
+    plain = ep(loads, owners)
+    if cost is not None:
+        plain = predict(plain, loads, cost, home="whole", owners=owners)
     if hottest * ranks * below < above * total:
-        return ep(loads, owners)
+        return plain
     above, below = float(capacity_factor).as_integer_ratio()
     capacity = min(-(-above * total // (below * ranks)), total)
     if hottest < capacity + min_tokens_per_gemm:
-        return ep(loads, owners)
+        return plain
     chunks = _spill(totals, native, owners, capacity, min(int(min_tokens_per_gemm), max(total, 1)), width)
     slots, *parts = _assemble(totals, owners, ranks, *chunks)
-    return Plan(Placement(slots), Split(*parts), spilled=int(chunks[2].sum()))
+    plan = Plan(Placement(slots), Split(*parts), spilled=int(chunks[2].sum()))
+    return plan if cost is None else cheaper(predict(plan, loads, cost, home="whole", owners=owners), plain)
 
 
 @kernel

@@ -5,12 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .fixed import ep, fsdp
+from .eplb import eplb, lplb
+from .fixed import ep, fsdp, fsdp_ep
 from .llep import llep
+from .relocate import flexmoe, smartmoe
+from .shadow import fastermoe, prophet
+from .shares import laer
+from .spill import fsep_llep
 from .split import fsep
 from .types import Plan
 
-PLANNERS: dict[str, Callable[..., Plan]] = {"ep": ep, "fsdp": fsdp, "llep": llep, "fsep": fsep}
+PLANNERS: dict[str, Callable[..., Plan]] = {
+    "ep": ep,
+    "fsdp": fsdp,
+    "fsdp_ep": fsdp_ep,
+    "llep": llep,
+    "laer": laer,
+    "fsep": fsep,
+    "fsep+llep": fsep_llep,
+    "eplb": eplb,
+    "lplb": lplb,
+    "fastermoe": fastermoe,
+    "smartmoe": smartmoe,
+    "flexmoe": flexmoe,
+    "prophet": prophet,
+}
 
 
 def get_planner(name: str) -> Callable[..., Plan]:

@@ -73,6 +73,33 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a plan is expected to cost for one layer and micro-batch (forward, and backward where trained).
+
+    Args:
+        seconds: compute + exchange + exposed weights, the slowest rank counting in each.
+        compute_seconds: Expert products.
+        exchange_seconds: Token exchanges.
+        weights_exposed_seconds: Weight and gradient transfers that nothing covers, and experts moved for good.
+        weights_hidden_seconds: Weight and gradient transfers under compute.
+        bytes_in: float64 ``[N]``, bytes received by each rank, tokens and weights.
+        bytes_out: float64 ``[N]``, bytes sent by each rank.
+        peak_bytes: float64 ``[N]``, unsharded weights, gradients, rows and activations of the layer.
+        foreign_tokens: Assignments (token, expert) computed on another node than their source's.
+    """
+
+    seconds: float
+    compute_seconds: float
+    exchange_seconds: float
+    weights_exposed_seconds: float
+    weights_hidden_seconds: float
+    bytes_in: np.ndarray
+    bytes_out: np.ndarray
+    peak_bytes: np.ndarray
+    foreign_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """One layer's decisions for one micro-batch, a pure function of numbers that all ranks hold.
 
@@ -80,11 +107,13 @@ class Plan:
         placement: Who holds which expert.
         split: Which replica serves which tokens.
         spilled: Tokens that are computed away from their expert's owner (LLEP) or 0.
+        predicted: What it is expected to cost, where a cost model was asked.
     """
 
     placement: Placement
     split: Split
     spilled: int = 0
+    predicted: Prediction | None = None
 
     @property
     def rank_loads(self) -> np.ndarray:

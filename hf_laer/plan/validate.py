@@ -80,12 +80,18 @@ def check_placement(placement: Placement, num_ranks: int, num_experts: int) -> n
         raise ValueError(f"placement must be [{num_ranks} ranks, slots], got shape {slots.shape}")
     if slots.min() < EMPTY or slots.max() >= num_experts:
         raise ValueError(f"slots must hold {EMPTY} or 0..{num_experts - 1}, got {slots.min()}..{slots.max()}")
+    if (np.diff(slots != EMPTY, axis=1) & (slots[:, 1:] != EMPTY)).any():
+        raise ValueError(f"empty slots must trail, got row {slots[_first_hole(slots)].tolist()}")
     row = np.sort(slots, axis=1)
     twice = (row[:, 1:] == row[:, :-1]) & (row[:, 1:] != EMPTY)
     if twice.any():
         rank, at = np.argwhere(twice)[0]
         raise ValueError(f"rank {rank} holds expert {row[rank, at]} in more than one slot")
     return slots
+
+
+def _first_hole(slots: np.ndarray) -> int:
+    return int(np.argmax(((slots[:, :-1] == EMPTY) & (slots[:, 1:] != EMPTY)).any(axis=1)))
 
 
 def check_room(num_experts: int, num_ranks: int, slots: int) -> None:

@@ -1,0 +1,121 @@
+"""The machine on paper: nodes of ranks, their links, and how fast one rank multiplies matrices.
+
+The efficiency curve and the H200 figures were measured on one host (``torch`` grouped products in bf16, NCCL
+all-to-all of 256 MB and more, see ``docs/planners.md``); the others scale data-sheet figures by the same
+ratios.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Fraction of `flops` that a group of so many tokens reaches; below 16 tokens it falls in proportion.
+GEMM_TOKENS = (16, 32, 64, 128, 256, 512, 2048, 8192)
+GEMM_EFFICIENCY = (0.09, 0.18, 0.36, 0.60, 0.76, 0.86, 0.88, 0.92)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks, nodes, links and compute rate.
+
+    Args:
+        num_ranks: N.
+        ranks_per_node: Consecutive ranks that share a node; the last node may have fewer.
+        flops: FLOP/s that a large bf16 product reaches on one rank.
+        intra_bandwidth: Bytes/s that one rank sends (and receives) inside its node.
+        inter_bandwidth: Bytes/s that one node sends (and receives), shared by its ranks.
+        intra_latency: Seconds per exchange inside a node.
+        inter_latency: Seconds per exchange between nodes.
+        gemm_tokens: Ascending group sizes at which the efficiency was measured.
+        gemm_efficiency: The fraction of ``flops`` reached at each, in (0, 1].
+
+    Raises:
+        ValueError: A figure is not positive, or the curve is not one.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    flops: float = 788e12
+    intra_bandwidth: float = 290e9
+    inter_bandwidth: float = 360e9
+    intra_latency: float = 20e-6
+    inter_latency: float = 50e-6
+    gemm_tokens: tuple[int, ...] = GEMM_TOKENS
+    gemm_efficiency: tuple[float, ...] = GEMM_EFFICIENCY
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node", "flops", "intra_bandwidth", "inter_bandwidth"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be positive")
+        if min(self.intra_latency, self.inter_latency) < 0:
+            raise ValueError(f"latencies {self.intra_latency}, {self.inter_latency} must not be negative")
+        tokens, reached = self.gemm_tokens, self.gemm_efficiency
+        if len(tokens) != len(reached) or not tokens or list(tokens) != sorted(set(tokens)) or tokens[0] < 1:
+            raise ValueError(f"gemm_tokens {tokens} must ascend and pair with gemm_efficiency {reached}")
+        if min(reached) <= 0 or max(reached) > 1:
+            raise ValueError(f"gemm_efficiency {reached} must lie in (0, 1]")
+
+    @property
+    def width(self) -> int:
+        """Ranks of a full node."""
+        return min(self.ranks_per_node, self.num_ranks)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.num_ranks // self.width)
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """The efficiency curve as int64 and float64 arrays."""
+        return np.array(self.gemm_tokens, np.int64), np.array(self.gemm_efficiency, np.float64)
+
+
+# 400 Gb/s per GPU for the H parts, 800 Gb/s per node of eight for the A100 (LAER's cluster), nine tenths of
+# each usable.
+PROFILES: dict[str, dict[str, float]] = {
+    "h200": {"flops": 788e12, "intra_bandwidth": 290e9, "inter_per_rank": 45e9},
+    "h100": {"flops": 740e12, "intra_bandwidth": 290e9, "inter_per_rank": 45e9},
+    "a100": {"flops": 250e12, "intra_bandwidth": 190e9, "inter_per_rank": 11.25e9},
+}
+
+
+def topology(name: str, nodes: int, ranks_per_node: int, **overrides: Any) -> Topology:
+    """A :class:`Topology` of ``nodes`` like nodes from the profile ``name`` (``h200``, ``h100``, ``a100``).
+
+    Raises:
+        ValueError: Unknown profile, or an impossible size.
+    """
+    if name not in PROFILES:
+        raise ValueError(f"no profile {name!r}; there are {', '.join(PROFILES)}")
+    profile = dict(PROFILES[name])
+    inter = profile.pop("inter_per_rank") * ranks_per_node
+    return Topology(
+        nodes * ranks_per_node, ranks_per_node, **{"inter_bandwidth": inter, **profile, **overrides}
+    )
+
+
+def read_topology(path: str | Path) -> Topology:
+    """A measured profile: a JSON object with the fields of :class:`Topology`.
+
+    Raises:
+        ValueError: Not such an object.
+    """
+    known = {field.name for field in dataclasses.fields(Topology)}
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown fields {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        for name in ("gemm_tokens", "gemm_efficiency"):
+            if name in values:
+                values[name] = tuple(values[name])
+        return Topology(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a topology: {error}") from error

@@ -1,0 +1,250 @@
+"""What each method does in training: which loads it has seen when it places, and when its weights travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_laer import plan as planners
+from hf_laer.plan import EMPTY, CostModel, Placement, Plan
+from hf_laer.plan.validate import check_room
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a replay holds fixed.
+
+    Args:
+        cost: Layer and machine.
+        experts: E.
+        slots: S, room for unsharded experts on a rank, of methods that re-lay out or copy.
+        capacity_factor: LLEP's alpha.
+        min_tokens: LLEP's m; ``None`` takes what a transfer is worth on this machine.
+        threshold: LLEP's lambda.
+        interval: Steps between re-placements of ``eplb``, ``lplb`` and ``smartmoe``, which move for good.
+        history: Steps whose loads ``fsep`` sums; ``laer`` sums five, as published.
+        guard: Whether ``llep`` falls back to ``ep`` where spilling is predicted not to pay.
+    """
+
+    cost: CostModel
+    experts: int
+    slots: int
+    capacity_factor: float = 1.0
+    min_tokens: int | None = None
+    threshold: float = 1.3
+    interval: int = 20
+    history: int = 1
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        check_room(self.experts, self.ranks, self.slots)
+        for name in ("interval", "history"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def ranks(self) -> int:
+        return self.cost.topology.num_ranks
+
+    @property
+    def width(self) -> int:
+        return self.cost.topology.width
+
+    @property
+    def owners(self) -> np.ndarray:
+        return planners.chunk_owners(self.experts, self.ranks)
+
+    def ideal_seconds(self, loads: np.ndarray) -> float:
+        """The force-balanced run's time: ``ep`` over all ranks or ``fsdp_ep`` in groups, the faster."""
+        even = np.full(loads.shape, int(loads.sum()) // loads.size)
+        grouped = planners.predict(
+            planners.fsdp_ep(even, self.slots), even, self.cost, home="copies"
+        ).predicted
+        assert grouped is not None
+        return min(planners.balanced_ideal(even, self.cost).seconds, grouped.seconds)
+
+    @property
+    def least(self) -> int:
+        return self.cost.transfer_tokens() if self.min_tokens is None else self.min_tokens
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method under replay.
+
+    Args:
+        plan: Loads of this step, and the state, to a plan.
+        home: Where weights live, as :func:`hf_laer.plan.predict` knows it.
+        start: The state before anything is known; a :class:`Placement` or owners.
+        place: Recent loads (summed) and the state to the next state.
+        window: How many steps are summed; 0 means as many as the interval.
+        every: Whether it places each step, else each ``Setting.interval`` steps.
+        foreseen: Whether weights of the state's placement travel ahead.
+    """
+
+    plan: Callable[[np.ndarray, object, Setting], Plan]
+    home: str
+    start: Callable[[Setting], object] | None = None
+    place: Callable[[np.ndarray, object, Setting], object] | None = None
+    window: Callable[[Setting], int] = lambda setting: 1
+    every: bool = True
+    foreseen: bool = False
+
+    def moved(self, before: object, after: object) -> int:
+        """Experts that changed their home for good between two states."""
+        if self.home == "resident" and isinstance(before, Placement) and isinstance(after, Placement):
+            return int((_held(after) & ~_held(before)).sum())
+        if isinstance(before, np.ndarray) and isinstance(after, np.ndarray):
+            return int((before != after).sum())
+        return 0
+
+
+def _held(placement: Placement) -> np.ndarray:
+    slots = placement.slots
+    held = np.zeros((len(slots), int(slots.max()) + 2), bool)
+    np.put_along_axis(held, np.where(slots == EMPTY, held.shape[1] - 1, slots), True, axis=1)
+    return held[:, :-1]
+
+
+def _even_start(setting: Setting) -> Placement:
+    return planners.initial_placement(setting.experts, setting.ranks, setting.slots, setting.width)
+
+
+def _placement(state: object) -> Placement:
+    assert isinstance(state, Placement)
+    return state
+
+
+def _owners(state: object) -> np.ndarray:
+    assert isinstance(state, np.ndarray)
+    return state
+
+
+def _llep(loads: np.ndarray, state: object, setting: Setting) -> Plan:
+    return planners.llep(
+        loads,
+        setting.owners,
+        capacity_factor=setting.capacity_factor,
+        min_tokens_per_gemm=setting.least,
+        imbalance_threshold=setting.threshold,
+        ranks_per_node=setting.width,
+        cost=setting.cost if setting.guard else None,
+    )
+
+
+def _fsep_llep(loads: np.ndarray, state: object, setting: Setting) -> Plan:
+    return planners.fsep_llep(
+        loads,
+        _placement(state),
+        setting.width,
+        capacity_factor=setting.capacity_factor,
+        min_tokens_per_gemm=setting.least,
+    )
+
+
+def _laer_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
+    return planners.laer_placement(loads, setting.ranks, setting.slots, setting.width)
+
+
+def _fsep_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
+    return planners.fsep_placement(loads, setting.ranks, setting.slots, setting.width)
+
+
+def _eplb_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
+    return planners.eplb_placement(loads, setting.ranks, setting.slots, setting.width)
+
+
+def _flexmoe_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
+    return planners.flexmoe_placement(
+        loads, _placement(state), move_tokens=2 * setting.cost.transfer_tokens()
+    )
+
+
+def _prophet_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
+    worth = setting.cost.transfer_tokens(setting.cost.topology.nodes > 1)
+    return planners.prophet_placement(loads, setting.owners, transfer_tokens=worth)
+
+
+def _owned(setting: Setting) -> Placement:
+    return planners.ep(np.zeros((setting.ranks, setting.experts), np.int64), setting.owners).placement
+
+
+METHODS: dict[str, Method] = {
+    "ep": Method(lambda loads, state, s: planners.ep(loads, s.owners), "whole"),
+    "fsdp": Method(lambda loads, state, s: planners.fsdp(loads), "sharded"),
+    "fsdp_ep": Method(lambda loads, state, s: planners.fsdp_ep(loads, s.slots), "copies"),
+    "llep": Method(_llep, "whole"),
+    "laer": Method(
+        lambda loads, state, s: planners.laer(loads, _placement(state), s.width),
+        "sharded",
+        _even_start,
+        _laer_place,
+        window=lambda s: 5,
+    ),
+    "fsep": Method(
+        lambda loads, state, s: planners.fsep(loads, _placement(state), s.width),
+        "sharded",
+        _even_start,
+        _fsep_place,
+        window=lambda s: s.history,
+    ),
+    "fsep+llep": Method(
+        _fsep_llep, "sharded", _even_start, _fsep_place, window=lambda s: s.history, foreseen=True
+    ),
+    "eplb": Method(
+        lambda loads, state, s: planners.eplb(loads, _placement(state)),
+        "resident",
+        _even_start,
+        _eplb_place,
+        window=lambda s: s.interval,
+        every=False,
+    ),
+    "lplb": Method(
+        lambda loads, state, s: planners.lplb(loads, _placement(state), s.width),
+        "resident",
+        _even_start,
+        _eplb_place,
+        window=lambda s: s.interval,
+        every=False,
+    ),
+    "fastermoe": Method(
+        lambda loads, state, s: planners.fastermoe(
+            loads, s.owners, transfer_tokens=s.cost.transfer_tokens(s.cost.topology.nodes > 1)
+        ),
+        "shadowed",
+    ),
+    "smartmoe": Method(
+        lambda loads, state, s: planners.smartmoe(loads, _owners(state)),
+        "whole",
+        lambda s: s.owners,
+        lambda loads, state, s: planners.smartmoe_owners(loads, _owners(state), s.ranks),
+        window=lambda s: s.interval,
+        every=False,
+    ),
+    "flexmoe": Method(
+        lambda loads, state, s: planners.flexmoe(loads, _placement(state)),
+        "resident",
+        _even_start,
+        _flexmoe_place,
+    ),
+    "prophet": Method(
+        lambda loads, state, s: planners.prophet(loads, _placement(state), s.owners),
+        "whole",
+        _owned,
+        _prophet_place,
+        foreseen=True,
+    ),
+}
+
+
+def get_method(name: str) -> Method:
+    """The method called ``name``.
+
+    Raises:
+        ValueError: There is none; the message lists those there are.
+    """
+    if name not in METHODS:
+        raise ValueError(f"no planner {name!r}; there are {', '.join(METHODS)}, lower_bound")
+    return METHODS[name]

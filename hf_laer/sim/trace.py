@@ -1,0 +1,134 @@
+"""A routing trace: tokens per step, layer, rank and expert, in one ``.npz`` file that loads without pickle.
+
+The file holds ``loads``, an integer array ``[steps, layers, N, E]``, and ``meta``, a JSON object in a string
+array of one element. Known keys: ``model``, ``hidden``, ``intermediate``, ``top_k``, ``ranks_per_node``;
+others are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_laer.plan.validate import check_loads
+
+COLUMNS = ("step", "layer", "rank", "expert", "tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Loads over steps and layers.
+
+    Args:
+        loads: int64 ``[steps, layers, N, E]``.
+        meta: What is known of the model and the machine; values are JSON.
+
+    Raises:
+        ValueError: Not four axes, an empty one, or a value that is no token count.
+    """
+
+    loads: np.ndarray
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        loads = np.asarray(self.loads)
+        if loads.ndim != 4 or 0 in loads.shape:
+            raise ValueError(f"a trace is [steps, layers, ranks, experts], got shape {loads.shape}")
+        flat = check_loads(loads.reshape(-1, loads.shape[-1]))
+        object.__setattr__(self, "loads", flat.reshape(loads.shape))
+
+    @property
+    def steps(self) -> int:
+        return int(self.loads.shape[0])
+
+    @property
+    def layers(self) -> int:
+        return int(self.loads.shape[1])
+
+    @property
+    def ranks(self) -> int:
+        return int(self.loads.shape[2])
+
+    @property
+    def experts(self) -> int:
+        return int(self.loads.shape[3])
+
+    def layer(self, layer: int, ranks: int | None = None) -> np.ndarray:
+        """One layer's loads, int64 ``[steps, ranks, E]``, re-grouped to ``ranks`` ranks.
+
+        With more ranks than were recorded, rank ``r`` gets the batch of recorded rank ``r % N`` from
+        ``r // N`` steps later (around the end), so that every rank has real routing of its own; with fewer,
+        the first ones stay.
+        """
+        loads = self.loads[:, layer]
+        if ranks is None or ranks == self.ranks:
+            return np.ascontiguousarray(loads)
+        rank = np.arange(ranks)
+        step = (np.arange(self.steps)[:, None] + rank[None, :] // self.ranks) % self.steps
+        return np.ascontiguousarray(loads[step, rank[None, :] % self.ranks])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file, compressed, aside first, then renamed."""
+        path = Path(path)
+        aside = path.with_name(path.name + ".tmp")
+        small = self.loads.astype(np.int32) if self.loads.max() < 2**31 else self.loads
+        with open(aside, "wb") as out:
+            np.savez_compressed(out, loads=small, meta=np.array([json.dumps(dict(self.meta))]))
+        aside.replace(path)
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Reads a trace: ``.csv`` by :func:`trace_from_csv`, everything else as ``.npz``; no pickle is ever read.
+
+    Raises:
+        ValueError: Not such a file; the message says what is wrong.
+    """
+    if Path(path).suffix.lower() == ".csv":
+        return trace_from_csv(path)
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            loads = data["loads"]
+            meta = json.loads(str(data["meta"][0])) if "meta" in data else {}
+        return Trace(loads, meta)
+    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a trace: {error}") from error
+
+
+def trace_from_csv(path: str | Path, meta: Mapping[str, Any] | None = None) -> Trace:
+    """Reads a plain table with the columns step, layer, rank, expert and tokens; missing rows are 0.
+
+    ``layer`` and ``rank`` may be missing too and are then 0. Rows of the same place add up.
+
+    Raises:
+        ValueError: No such columns, or a value that is no whole number of at least 0; names the line.
+    """
+    rows: list[tuple[int, ...]] = []
+    with open(path, newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        names = [name.strip() for name in reader.fieldnames or []]
+        missing = {"step", "expert", "tokens"} - set(names)
+        if missing:
+            lacks = f"{path} lacks the columns {', '.join(sorted(missing))}"
+            raise ValueError(f"{lacks}; it has {', '.join(names)}")
+        reader.fieldnames = names
+        for row in reader:
+            try:
+                values = tuple(int(row.get(name) or 0) for name in COLUMNS)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
+            if min(values) < 0:
+                raise ValueError(f"{path}, line {reader.line_num}: negative value in {values}")
+            rows.append(values)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    table = np.array(rows, np.int64)
+    loads = np.zeros(tuple(table[:, :4].max(axis=0) + 1), np.int64)
+    np.add.at(loads, tuple(table[:, :4].T), table[:, 4])
+    return Trace(loads, meta or {})

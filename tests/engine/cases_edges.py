@@ -1,0 +1,219 @@
+"""Cases at the edges: no tokens, unused experts, token groups, replicas, frozen parts, optimizers, generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hf_laer import LaerConfig, patch_model
+from hf_laer.integrations.transformers import expert_parameters, get_engine
+from tests.engine.cases import (
+    average_dense_gradients,
+    batch_of,
+    compare_gradients,
+    loss_of,
+    movement,
+    patched,
+    reference_gradients,
+    world_mesh,
+)
+from tests.models import assert_close, full, tiny_model, tokens
+
+
+def block_results(
+    block: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and input gradients of an experts module."""
+    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    out = block(hidden, index, weights)
+    if not out.requires_grad:
+        # Eager experts without a token return a constant.
+        assert len(hidden) == 0
+        return out, torch.zeros_like(hidden), torch.zeros_like(weights)
+    out.sin().sum().backward()
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    return out.detach(), hidden.grad, weights.grad
+
+
+def routed(family: str, strategy: str, counts: list[int], routing: str, config: dict[str, Any]) -> dict[str, int]:
+    """Experts modules alone, under a given routing and given tokens per rank (0 too), three times over."""
+    plain, model = tiny_model(family), tiny_model(family)
+    patched(model, strategy=strategy, history=1, **config)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    want_block, block = (m.model.layers[-1].mlp.experts for m in (plain, model))
+    for step in range(3):
+        want_block.zero_grad()
+        block.zero_grad()
+        results = []
+        for source in range(world):
+            inputs = _routed_inputs(counts[source], routing, 10 * step + source)
+            results.append(block_results(want_block, *inputs))
+        got = block_results(block, *_routed_inputs(counts[rank], routing, 10 * step + rank))
+        for name, ours, theirs in zip(("out", "hidden", "weights"), got, results[rank], strict=True):
+            assert_close(ours, theirs, f"{name} at step {step}")
+        for name, parameter in block.named_parameters():
+            want = want_block.get_parameter(name).grad
+            want = torch.zeros(parameter.shape) if want is None else want / world
+            assert_close(full(parameter.grad), want, name)
+    return movement(model)
+
+
+def _routed_inputs(count: int, routing: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, 34, generator=generator)
+    weights = torch.rand(count, 2, generator=generator)
+    if routing == "one expert":
+        index = torch.tensor([[0, 1]]).expand(count, 2)
+    elif routing == "last rank":
+        index = torch.tensor([[6, 5]]).expand(count, 2)
+    else:
+        index = torch.rand(count, 7, generator=generator).topk(2).indices
+    return hidden, index, weights
+
+
+def grouped(family: str, strategy: str, group_size: int) -> dict[str, int]:
+    """Token groups below the world: homes stay on the whole mesh, gradients of all groups add up."""
+    plain, model = tiny_model(family), tiny_model(family)
+    patched(model, strategy=strategy, group_size=group_size, history=1)
+    for step in range(2):
+        _, want = reference_gradients(plain, step)
+        model.zero_grad()
+        loss_of(model, batch_of(dist.get_rank(), step)).backward()
+        compare_gradients(model, want)
+    return movement(model)
+
+
+def replicated(family: str, strategy: str) -> dict[str, int]:
+    """HSDP: two replicas of two shards; averaged once, over all four."""
+    plain, model = tiny_model(family), tiny_model(family)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    config = LaerConfig(strategy=strategy, min_tokens_per_gemm=1, imbalance_threshold=1.0, history=1)
+    patch_model(model, config, mesh=mesh)
+    for step in range(2):
+        _, want = reference_gradients(plain, step)
+        model.zero_grad()
+        loss_of(model, batch_of(dist.get_rank(), step)).backward()
+        compare_gradients(model, want)
+    return movement(model)
+
+
+def frozen(family: str, strategy: str, frozen_names: tuple[str, ...]) -> None:
+    """Frozen parameters get no gradient, the others get theirs."""
+    plain, model = tiny_model(family), tiny_model(family)
+    for which in (plain, model):
+        for name, parameter in which.named_parameters():
+            parameter.requires_grad_(not name.endswith(frozen_names))
+    patched(model, strategy=strategy)
+    _, want = reference_gradients(plain)
+    loss_of(model, batch_of(dist.get_rank())).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == name.endswith(frozen_names), name
+        if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
+        if parameter.grad is not None:
+            assert_close(full(parameter.grad), want[name], name)
+
+
+def stepped(family: str, strategy: str, optimizer: str, made: str) -> None:
+    """Five optimizer steps with clipping; weights and moments equal the unpatched model's."""
+    plain, model = tiny_model(family), tiny_model(family)
+    if made == "after":
+        patched(model, strategy=strategy, history=1)
+    ours, theirs = _optimizer(optimizer, model), _optimizer(optimizer, plain)
+    if made == "before":
+        patched(model, strategy=strategy, history=1)
+    for step in range(5):
+        _, want = reference_gradients(plain, step)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = want[name]
+        theirs.step()
+        ours.zero_grad()
+        loss_of(model, batch_of(dist.get_rank(), step)).backward()
+        average_dense_gradients(model)
+        ours.step()
+    for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(full(got.data), expected.data, name, 2e-5)
+        for key, state in theirs.state[expected].items():
+            if torch.is_tensor(state) and state.ndim:
+                assert_close(full(ours.state[got][key]), state, f"{key} of {name}", 1e-4)
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, foreach=False)
+
+
+def generated(family: str, strategy: str) -> None:
+    """Greedy generation gives the unpatched model's tokens; every rank runs as many forwards."""
+    plain, model = tiny_model(family).eval(), tiny_model(family).eval()
+    patched(model, strategy=strategy)
+    prompt = tokens(2, 5, seed=dist.get_rank())
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(prompt, **settings), plain.generate(prompt, **settings))
+    assert movement(model)["records"] == 0
+
+
+def auxiliary(family: str, strategy: str) -> None:
+    """The routers' auxiliary loss is there, equal, and has its gradient."""
+    plain, model = (tiny_model(family, router_aux_loss_coef=0.5) for _ in range(2))
+    patched(model, strategy=strategy)
+    _, want = reference_gradients(plain)
+    for which in (plain, model):
+        which.config.output_router_logits = True
+    rank = dist.get_rank()
+    _, more = reference_gradients(plain)
+    model.zero_grad()
+    ids = batch_of(rank)
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    expected = plain(input_ids=ids, labels=ids, use_cache=False)
+    assert len(out.router_logits) == len(expected.router_logits)
+    assert_close(out.aux_loss, expected.aux_loss, "aux loss")
+    out.loss.backward()
+    compare_gradients(model, more)
+    router = next(name for name in want if name.endswith(("gate.weight", "router.weight")))
+    assert not torch.allclose(want[router], more[router])
+
+
+def half_precision(family: str, strategy: str, steps: int = 6) -> dict[str, tuple[float, float]]:
+    """Errors of bf16 gradients against fp32, the unpatched model's and ours, by parameter, over several batches."""
+    exact = tiny_model(family)
+    plain, model = (tiny_model(family, dtype=torch.bfloat16) for _ in range(2))
+    for which in (plain, model):
+        which.load_state_dict(exact.state_dict())
+    exact.load_state_dict(plain.state_dict())
+    patched(model, strategy=strategy)
+    # A handful of numbers has no statistics: tensors that small count together.
+    keys = {name: name if p.numel() >= 32 else "small" for name, p in model.named_parameters()}
+    squares = {key: [0.0, 0.0, 0.0] for key in keys.values()}
+    for step in range(steps):
+        _, want = reference_gradients(exact, step)
+        _, theirs = reference_gradients(plain, step)
+        model.zero_grad()
+        loss_of(model, batch_of(dist.get_rank(), step)).backward()
+        average_dense_gradients(model)
+        for name, parameter in model.named_parameters():
+            for at, grad in enumerate((theirs[name], full(parameter.grad))):
+                squares[keys[name]][at] += float((grad.float() - want[name]).square().sum())
+            squares[keys[name]][2] += float(want[name].square().sum())
+    return {name: ((a / norm) ** 0.5, (b / norm) ** 0.5) for name, (a, b, norm) in squares.items()}
+
+
+def mesh_and_state() -> None:
+    """Names, classes and global shapes stay; the state dict gathers to the unpatched one; FSDP may ignore experts."""
+    plain, model = tiny_model("gpt_oss"), tiny_model("gpt_oss")
+    patched(model, strategy="fsep")
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert {p for p in expert_parameters(model)} == {p for p in model.parameters() if hasattr(p, "full_tensor")}
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), plain.state_dict()[name]), name
+    engine = get_engine(model)
+    assert engine is not None
+    assert patch_model(model, engine.config, mesh=world_mesh()) is model

@@ -1,0 +1,80 @@
+"""The edges of the engine: each case equals the unpatched model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine import cases_edges
+
+STRATEGIES = ("ep", "llep", "fsep", "fsdp")
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [0, 0, 4]], ids=str)
+@pytest.mark.parametrize("routing", ["random", "one expert", "last rank"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_routings_and_ranks_without_tokens(ranks, strategy: str, routing: str, counts: list[int]) -> None:
+    ranks(3).run(
+        cases_edges.routed, family="qwen3_moe", strategy=strategy, counts=counts, routing=routing, config={}
+    )
+
+
+@pytest.mark.parametrize("slots", [4, 5, 7])
+def test_slots_per_rank(ranks, slots: int) -> None:
+    config = {"slots_per_rank": slots}
+    moved = ranks(2).run(
+        cases_edges.routed, family="qwen3_moe", strategy="fsep", counts=[30, 11], routing="random", config=config
+    )
+    assert (moved[0]["moved"] > 0) == (slots < 7)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("strategy", ["ep", "llep", "fsep"])
+def test_token_groups(ranks, strategy: str, group_size: int) -> None:
+    ranks(4).run(cases_edges.grouped, family="mixtral", strategy=strategy, group_size=group_size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hsdp_mesh(ranks, strategy: str) -> None:
+    ranks(4).run(cases_edges.replicated, family="gpt_oss", strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("experts.gate_up_proj", "experts.down_proj"),
+        ("experts.down_proj",),
+        ("embed_tokens.weight", "proj.weight", "norm.weight", "layernorm.weight", "gate.weight", "head.weight"),
+    ],
+    ids=["experts", "one", "all but experts"],
+)
+def test_frozen_parts(ranks, strategy: str, names: tuple[str, ...]) -> None:
+    ranks(2).run(cases_edges.frozen, family="mixtral", strategy=strategy, frozen_names=names)
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_optimizer_steps(ranks, strategy: str, optimizer: str, made: str) -> None:
+    ranks(2).run(cases_edges.stepped, family="qwen2_moe", strategy=strategy, optimizer=optimizer, made=made)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_generation(ranks, strategy: str) -> None:
+    ranks(2).run(cases_edges.generated, family="qwen3_moe", strategy=strategy)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_auxiliary_loss(ranks, family: str) -> None:
+    ranks(2).run(cases_edges.auxiliary, family=family, strategy="llep")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_error(ranks, strategy: str, family: str) -> None:
+    for name, (theirs, ours) in ranks(2).run(cases_edges.half_precision, family=family, strategy=strategy)[0].items():
+        assert ours <= 1.5 * theirs + 1e-3, f"{name}: {ours:.2e} against the unpatched model's {theirs:.2e}"
+
+
+def test_model_stays_itself(ranks) -> None:
+    ranks(4).run(cases_edges.mesh_and_state)
