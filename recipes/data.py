@@ -66,8 +66,11 @@ def open_dataset(
     from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     if name is None:
-        rows = Dataset.from_list(chat_rows(per_domain, block=block, seed=seed))
-        return rows.train_test_split(test_size=max(1, len(rows) // 16), shuffle=False)
+        rows = chat_rows(per_domain, block=block, seed=seed)
+        # Every sixteenth row, so that both splits hold all domains in the same order.
+        test = [row for index, row in enumerate(rows) if index % 16 == 15]
+        train = [row for index, row in enumerate(rows) if index % 16 != 15]
+        return DatasetDict({"train": Dataset.from_list(train), "test": Dataset.from_list(test)})
     path = Path(name)
     if path.is_file():
         if path.suffix not in FILE_BUILDERS:
@@ -95,8 +98,8 @@ def chat_rows(
     Returns:
         Rows with ``prompt`` and ``completion`` (lists of one chat message) and ``domain``.
     """
-    if per_domain < 1 or block < 0:
-        raise ValueError(f"per_domain={per_domain} must be at least 1, block={block} not negative")
+    if per_domain < 6 or block < 0:
+        raise ValueError(f"per_domain={per_domain} must be at least 6, block={block} not negative")
     domains = [domain_rows(domain, per_domain, seed=seed, max_chars=max_chars) for domain in DOMAINS]
     if block:
         starts = range(0, per_domain, block)

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 # Key in the trainer's logs, name on the terminal, format.
 SHOWN = (
+    ("eval_loss", "held-out loss", "{:.3f}"),
     ("loss", "loss", "{:.3f}"),
     ("grad_norm", "norm", "{:.2f}"),
     ("tokens_per_second", "tokens/s", "{:.0f}"),
@@ -53,10 +54,13 @@ class ProgressCallback(TrainerCallback):
             self._progress.update(self._task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Tokens per second of all processes since the last log, from TRL's count of tokens seen."""
-        if not logs or "loss" not in logs:
+        """Adds tokens per second of all processes since the last log, from TRL's count of tokens seen."""
+        if not logs or not {"loss", "eval_loss"} & set(logs):
             return
-        if "num_tokens" in logs:
+        if "eval_loss" in logs:
+            # The time of an evaluation is not training's.
+            self._since = time.perf_counter()
+        elif "num_tokens" in logs:
             now, tokens = time.perf_counter(), float(logs["num_tokens"])
             logs["tokens_per_second"] = (tokens - self._tokens) / (now - self._since)
             self._tokens, self._since = tokens, now

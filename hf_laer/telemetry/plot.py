@@ -96,14 +96,12 @@ def _draw_ranks(axes: Any, records: list[LayerRecord]) -> None:
 
 def _draw_layers(axes: Any, summaries: Sequence[LayerSummary]) -> None:
     places = np.arange(len(summaries))
-    bars = (
-        ("before_mean", "owners", BEFORE),
-        ("static_mean", "best static", STATIC),
-        ("after_mean", "planned", AFTER),
-    )
+    bars = (("before_mean", "owners", BEFORE), ("static_mean", "best static", STATIC))
     for index, (name, label, colour) in enumerate(bars):
         heights = [getattr(summary, name) - 1.0 for summary in summaries]
-        axes.bar(places + 0.27 * (index - 1), heights, 0.27, bottom=1.0, label=label, color=colour)
+        axes.bar(places + 0.4 * (index - 0.5), heights, 0.4, bottom=1.0, label=label, color=colour)
+    # Points, as a bar of height 1.00 would not be seen.
+    axes.plot(places, [summary.after_mean for summary in summaries], "D", color=AFTER, label="planned")
     axes.set_xticks(
         places, [short_name(summary.layer).split(".")[-1] for summary in summaries], fontsize="small"
     )

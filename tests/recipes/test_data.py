@@ -21,6 +21,11 @@ def test_rows_are_deterministic_and_of_all_domains() -> None:
         assert 0 < len(prompt["content"]) + len(completion["content"]) <= 900
 
 
+def test_blocks_follow_one_another() -> None:
+    domains = [row["domain"] for row in data.chat_rows(8, block=4)]
+    assert domains == [domain for _ in range(2) for domain in data.DOMAINS for _ in range(4)]
+
+
 def test_code_answers_are_functions() -> None:
     for row in data.domain_rows("code", 50):
         (node,) = ast.parse(row["completion"][0]["content"]).body
@@ -35,8 +40,8 @@ def test_a_larger_share_of_each_domain_exists() -> None:
 def test_bad_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="domain='poetry' is not one of"):
         data.domain_rows("poetry", 1)
-    with pytest.raises(ValueError, match="per_domain=0"):
-        data.chat_rows(0)
+    with pytest.raises(ValueError, match="per_domain=5"):
+        data.chat_rows(5)
 
 
 def test_opens_own_rows_files_and_saved_sets(tmp_path: Path) -> None:
