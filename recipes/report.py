@@ -52,6 +52,8 @@ def verdict(summaries: Sequence[LayerSummary]) -> str:
         f"The fullest rank had {owners:.2f} times the mean load with static owners, {planned:.2f} as "
         f"planned; {static:.2f} with the best static layout of each layer, which is known only afterwards."
     )
+    if owners < 1.005:
+        return f"{text} There was nothing to balance."
     if planned < static:
         share = (static - planned) / (owners - planned)
         return f"{text} No static layout would have shown {share:.0%} of the gain."

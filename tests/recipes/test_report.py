@@ -34,6 +34,11 @@ def test_verdict_admits_that_a_static_layout_would_do() -> None:
     assert "a better static layout would have done as well" in report.verdict(report.summarize(records))
 
 
+def test_verdict_where_nothing_was_unequal() -> None:
+    even = [record("experts", step, [10, 10]) for step in range(2)]
+    assert "There was nothing to balance" in report.verdict(report.summarize(even))
+
+
 def test_report_without_records(tmp_path: Path, console: Console) -> None:
     report.report([], tmp_path, console, strategy="llep")
     assert json.loads((tmp_path / "expert_load.json").read_text()) == []

@@ -65,6 +65,15 @@ def test_processes_that_would_train_alone_are_refused(monkeypatch) -> None:
         sft.check_processes(alone)
 
 
+def test_gpt_oss_is_loaded_dequantized(monkeypatch) -> None:
+    monkeypatch.setattr(sft, "get_quantization_config", lambda _model: None)
+    model = SimpleNamespace(model_revision="main", dtype="bfloat16", attn_implementation=None)
+    settings = SimpleNamespace(model=model, recipe=SimpleNamespace(dequantize=True))
+    assert sft.model_options(settings)["quantization_config"].dequantize
+    settings.recipe.dequantize = False
+    assert sft.model_options(settings) == {"revision": "main", "dtype": "bfloat16"}
+
+
 def test_each_setting_of_upcycling_has_its_own_checkpoint() -> None:
     one, other = upcycle.UpcycleConfig(), upcycle.UpcycleConfig(noise=0.01)
     assert sft.fingerprint(one) == sft.fingerprint(upcycle.UpcycleConfig())
