@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_laer import tape
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.routes import make_routes
 from hf_laer.compute.spec import ExpertsSpec
@@ -75,7 +74,11 @@ class Engine:
         """Takes the expert parameters out of their modules, so that FSDP does not shard them."""
         detached = Detached()
         for name, layer in self.layers.items():
-            detached.parameters[name] = {key: layer.module._parameters.pop(key) for key in list(layer.module._parameters)}
+            # In the module's own order, which is the order that they are put back in.
+            own = [key for key in layer.module._parameters if key in layer.spec.names]
+            detached.parameters[name] = {key: layer.module.get_parameter(key) for key in own}
+            for key in own:
+                del layer.module._parameters[key]
         return detached
 
     def restore(self, detached: Detached) -> None:
@@ -182,9 +185,7 @@ class Engine:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
     @torch.no_grad()
-    def plan(
-        self, layer: MoELayer, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, training: bool
-    ) -> Run:
+    def plan(self, layer: MoELayer, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, training: bool) -> Run:
         """Plans one micro-batch and works out its exchange. Collective.
 
         Args:

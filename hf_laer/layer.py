@@ -61,9 +61,7 @@ class MoELayer:
         self.homes: dict[str, Home] = {}
         self._rerouted: torch.Tensor | None = None
 
-    def __call__(
-        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Runs the layer.
 
         Args:
@@ -199,5 +197,3 @@ class _MoE(torch.autograd.Function):
         gates = grad_gates.to(gates_dtype).view(ctx.run.top_k_index.shape)
         none = (None,) * (len(ctx.needs_input_grad) - 2)
         return (grad_hidden.to(hidden_dtype), gates, *none)
-
-

@@ -21,7 +21,9 @@ def token_groups(config: LaerConfig, ranks: int) -> list[range]:
     """
     size = 1 if config.strategy == "fsdp" else config.group_size or ranks
     if ranks % size:
-        raise ValueError(f"group_size={size} does not divide the {ranks} ranks that shard the experts: choose a divisor")
+        raise ValueError(
+            f"group_size={size} does not divide the {ranks} ranks that shard the experts: choose a divisor"
+        )
     return [range(start, start + size) for start in range(0, ranks, size)]
 
 

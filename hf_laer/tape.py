@@ -85,9 +85,7 @@ def _inside(frame: Callable[[], Recording | Replay]) -> Iterator[None]:
 class _Both(AbstractContextManager[None]):
     """Two contexts as one that can be entered again, which a kept graph's second recompute does."""
 
-    def __init__(
-        self, outer: AbstractContextManager[Any], inner: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, outer: AbstractContextManager[Any], inner: Callable[[], AbstractContextManager[Any]]) -> None:
         self._outer, self._inner = outer, inner
         self._stacks: list[ExitStack] = []
 

@@ -88,7 +88,7 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float = 1e-5) -> None:
-    """‖got − want‖ ≤ tolerance · ‖want‖; exact zeros stay zero."""
+    """The norm of the difference is at most ``tolerance`` times that of ``want``; exact zeros stay zero."""
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     norm = want.double().norm()
     error = (got.double() - want.double()).norm()

@@ -14,9 +14,7 @@ from hf_laer.comm.local import LocalCommunicator
 from hf_laer.comm.process_group import ProcessGroupCommunicator
 
 # Process groups cost sockets, threads and memory for as long as the world lives: equal ones are shared.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,7 @@ class ProcessGroupCommunicator:
         """As :meth:`all_to_all`, returning at once."""
         tensor = tensor.contiguous()
         received = tensor.new_empty(sum(receive), *tensor.shape[1:])
-        work = dist.all_to_all_single(
-            received, tensor, list(receive), list(send), group=self.group, async_op=True
-        )
+        work = dist.all_to_all_single(received, tensor, list(receive), list(send), group=self.group, async_op=True)
         return self._pending(work, received, tensor, "all-to-all")
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,12 @@ def is_local(homes: dict[str, Home], table: SlotTable) -> bool:
 
 
 def unshard(
-    homes: dict[str, Home], table: SlotTable, comm: Communicator, pool: SlotPool, dtype: torch.dtype, device: torch.device
+    homes: dict[str, Home],
+    table: SlotTable,
+    comm: Communicator,
+    pool: SlotPool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Fills this rank's slots.
 

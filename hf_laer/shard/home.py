@@ -1,7 +1,7 @@
 """Homes: each expert parameter is a DTensor on the FSDP mesh, whole experts (dim 0) or slices of all (dim 1).
 
-The parameter ``[E, D, …]`` of rank r is the block ``experts[r] × rows[r]`` by DTensor's chunk rule; a rank may own
-nothing. The exchange needs only these two ranges, so one code serves both kinds of home.
+The parameter ``[E, D, …]`` of rank r is the block ``experts[r]`` times ``rows[r]`` by DTensor's chunk rule; a rank
+may own nothing. The exchange needs only these two ranges, so one code serves both kinds of home.
 """
 
 from __future__ import annotations
@@ -116,7 +116,5 @@ def sharded_home(block: torch.Tensor, layout: Layout, dim: int, mesh: DeviceMesh
     """
     placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1) + (Shard(dim),)
     stride = torch.empty(layout.shape, device="meta").stride()
-    tensor = DTensor.from_local(
-        block, mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=stride
-    )
+    tensor = DTensor.from_local(block, mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=stride)
     return Home(nn.Parameter(tensor, requires_grad=requires_grad), layout)

@@ -24,7 +24,9 @@ def tape_model(model: nn.Module) -> None:
     """Tapes the checkpointing that is on already, and what is switched on later."""
     for module in model.modules():
         if "_gradient_checkpointing_func" in module.__dict__:
-            module._gradient_checkpointing_func = _taped_function(module._gradient_checkpointing_func)
+            module.__dict__["_gradient_checkpointing_func"] = _taped_function(
+                module.__dict__["_gradient_checkpointing_func"]
+            )
     for module in model.modules():
         if hasattr(module, "_set_gradient_checkpointing") and _TAPED not in module.__dict__:
             _wrap_switch(module)
@@ -44,11 +46,11 @@ def tape_checkpoint_wrappers(model: nn.Module) -> None:
     """Tapes the wrappers that Accelerate's activation checkpointing has put in."""
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
-            module.checkpoint_fn = _taped_function(module.checkpoint_fn)
+            module.__dict__["checkpoint_fn"] = _taped_function(module.checkpoint_fn)
 
 
 def _wrap_switch(module: nn.Module) -> None:
-    switch = module._set_gradient_checkpointing
+    switch: Callable[..., None] = getattr(module, "_set_gradient_checkpointing")  # noqa: B009
 
     @functools.wraps(switch)
     def taped_switch(

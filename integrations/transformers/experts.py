@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tenso
     ``top_k_weights [T, K]`` in this order.
     """
     found = mark_of(module)
-    eager = type(module).forward.__wrapped__
+    eager: Callable[..., torch.Tensor] = vars(type(module).forward)["__wrapped__"]
     if found is not None and found.layer is not None:
         bound = inspect.signature(eager).bind(module, *args, **kwargs)
         hidden, index, weights = list(bound.arguments.values())[1:4]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 from hf_laer.compute.spec import ExpertsSpec
@@ -43,6 +46,10 @@ def spec_of(name: str, module: nn.Module) -> ExpertsSpec:
         down="down_proj",
         up_bias=biases[0],
         down_bias=biases[1],
-        # Looked up at each call, so that a module moved or changed later is followed.
-        gate=(lambda rows: module._apply_gate(rows)) if module.has_gate else (lambda rows: module.act_fn(rows)),
+        gate=_late(module, "_apply_gate" if module.has_gate else "act_fn"),
     )
+
+
+def _late(module: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The module's function, looked up at each call, so that a module changed later is followed."""
+    return lambda rows: getattr(module, name)(rows)

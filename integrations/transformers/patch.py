@@ -11,21 +11,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hf_laer.config import LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers.checkpointing import tape_model, untape_model
 from hf_laer.integrations.transformers.experts import NAME, mark, mark_of, register, unmark
-from hf_laer.integrations.transformers.optimizers import follow
 from hf_laer.integrations.transformers.families import experts_modules, spec_of
+from hf_laer.integrations.transformers.optimizers import follow
 from hf_laer.integrations.transformers.validate import check_model
 
 logger = logging.getLogger(__name__)
 
 
-def patch_model(
-    model: nn.Module, config: LaerConfig | None = None, *, mesh: DeviceMesh | None = None
-) -> nn.Module:
+def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: DeviceMesh | None = None) -> nn.Module:
     """Makes the model's experts run in expert parallel, in place. Classes, names and shapes stay as they are.
 
     Parameters are sharded when Accelerate prepares the model under FSDP2, or at once where ``mesh`` is given. With
@@ -115,9 +114,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {home.parameter for layer in engine.layers.values() for home in layer.homes.values()}
 
 
-def _patched_again(
-    model: nn.Module, engine: Engine, config: LaerConfig, mesh: DeviceMesh | None
-) -> nn.Module:
+def _patched_again(model: nn.Module, engine: Engine, config: LaerConfig, mesh: DeviceMesh | None) -> nn.Module:
     if engine.config != config:
         raise RuntimeError(
             f"the model is patched already, with {engine.config}, and cannot also have {config}: patch once, or call "
@@ -149,9 +146,9 @@ def _set_implementation(model: nn.Module, name: str) -> None:
         part.set_experts_implementation(name)
 
 
-def _pretrained(model: nn.Module) -> Iterator[nn.Module]:
+def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:
     """The outermost Transformers models inside ``model``."""
-    if hasattr(model, "set_experts_implementation") and hasattr(model, "_can_set_experts_implementation"):
+    if isinstance(model, PreTrainedModel):
         yield model
         return
     for child in model.children():

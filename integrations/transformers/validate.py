@@ -63,7 +63,7 @@ def check_state(state: Any) -> None:
     elif state.fsdp_plugin.fsdp_version != 2:
         raise ValueError(
             f"fsdp_version={state.fsdp_plugin.fsdp_version}: FSDP version 1 flattens the experts into one "
-            f"tensor. Set fsdp_version: 2 (fsdp_config={'version': 2} in the training arguments, "
+            "tensor. Set fsdp_version: 2 (fsdp_config={'version': 2} in the training arguments, "
             "FullyShardedDataParallelPlugin(fsdp_version=2) in code)"
         )
 
@@ -149,9 +149,7 @@ def _check_quantized(model: nn.Module) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             narrow = parameter.dtype.itemsize == 1 or not parameter.dtype.is_floating_point
             if narrow or type(parameter).__name__ in _QUANTIZED_PARAMETERS:
-                raise ValueError(
-                    _quantized(f"{name}.{key}", f"{type(parameter).__name__} of {parameter.dtype}")
-                )
+                raise ValueError(_quantized(f"{name}.{key}", f"{type(parameter).__name__} of {parameter.dtype}"))
 
 
 def _quantized(name: str, what: str) -> str:

@@ -82,8 +82,9 @@ class _Fickle(nn.Module):
 
 def fickle_router(recompute: str) -> int:
     """A recompute follows the forward's plan and routing, and counts the tokens that differ."""
-    from hf_laer.tape import taped
     from torch.utils.checkpoint import noop_context_fn
+
+    from hf_laer.tape import taped
 
     rank, experts = dist.get_rank(), 7
     plain, model = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
@@ -108,7 +109,8 @@ def fickle_router(recompute: str) -> int:
     for got, want in zip(results[1], results[0], strict=True):
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
     found = mark_of(model.model.layers[0].mlp.experts)
-    assert found is not None and found.layer is not None
+    assert found is not None
+    assert found.layer is not None
     return found.layer.rerouted
 
 

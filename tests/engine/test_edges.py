@@ -13,9 +13,7 @@ STRATEGIES = ("ep", "llep", "fsep", "fsdp")
 @pytest.mark.parametrize("routing", ["random", "one expert", "last rank"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_routings_and_ranks_without_tokens(ranks, strategy: str, routing: str, counts: list[int]) -> None:
-    ranks(3).run(
-        cases_edges.routed, family="qwen3_moe", strategy=strategy, counts=counts, routing=routing, config={}
-    )
+    ranks(3).run(cases_edges.routed, family="qwen3_moe", strategy=strategy, counts=counts, routing=routing, config={})
 
 
 @pytest.mark.parametrize("slots", [4, 5, 7])

@@ -1,19 +1,27 @@
-"""What rank processes run for the tests of the integrations. Each case asserts for itself, and returns
+"""What rank processes run for the tests of Accelerate's side. Each case asserts for itself, and returns
 counts.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
+from hf_laer import patch_model
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.transformers import get_engine
-from hf_laer.integrations.trl import LaerCallback
+from hf_laer.integrations.transformers.validate import check_state
 from hf_laer.telemetry.record import LayerRecord
 from tests.integrations import rig
 from tests.models import tiny_model
@@ -31,18 +39,12 @@ def counted(records: Any) -> Counts:
     }
 
 
-def trl(folder: str, family: str, strategy: str, **settings: Any) -> Counts:
-    """Ten AdamW steps of TRL SFT, patched and not: loss, gradient norm and weights are the same."""
-    plain = {key: value for key, value in settings.items() if "checkpointing" not in key}
-    theirs = rig.reference(rig.run_sft, folder, family, **plain)
-    callback = LaerCallback(rig.eager(strategy=strategy))
-    with rig.fresh_accelerate():
-        ours = rig.run_sft(folder, family, [callback], **settings)
-    rig.assert_same(ours, theirs)
-    counts = counted(callback.records)
-    for key in ("spilled", "moved"):
-        assert sum(log[f"laer/{key}"] for log in ours["logs"]) == counts[key]
-    return counts
+def assert_same_records(ours: list[LayerRecord], theirs: list[LayerRecord]) -> None:
+    """All but the time that planning took."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.layer, mine.step) == (other.layer, other.step)
+        np.testing.assert_array_equal(mine.loads_after, other.loads_after)
+        assert (mine.moved, mine.spilled) == (other.moved, other.spilled)
 
 
 def loop(family: str, strategy: str, plugin: dict[str, Any] | None = None, **settings: Any) -> Counts:
@@ -93,10 +95,7 @@ def saved_and_loaded(folder: str, strategy: str, kind: str) -> Counts:
         ours = second.train(5)
         found = _records(second)
     rig.assert_same(ours, {**theirs, **{key: theirs[key][5:] for key in ("loss", "grad_norm")}})
-    for mine, other in zip(found, expected, strict=True):
-        assert mine.layer == other.layer
-        np.testing.assert_array_equal(mine.loads_after, other.loads_after)
-        assert (mine.moved, mine.spilled) == (other.moved, other.spilled)
+    assert_same_records(found, expected)
     return counted(expected)
 
 
@@ -141,3 +140,101 @@ def _records(run: rig.Loop) -> list[LayerRecord]:
     engine = get_engine(run.model)
     assert engine is not None
     return engine.recorder.drain()
+
+
+def loaded_on_one_rank(folder: str, strategy: str) -> Counts:
+    """RAM-efficient loading: only rank 0 has the weights before ``prepare``, all have their shards after."""
+    with rig.fresh_accelerate():
+        if dist.get_rank() == 0:
+            tiny_model("qwen3_moe").save_pretrained(folder)
+        dist.barrier()
+        theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
+        plugin = rig.fsdp_plugin(
+            LaerFSDPPlugin, laer=rig.eager(strategy=strategy), cpu_ram_efficient_loading=True
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").train()
+        run = rig.Loop("qwen3_moe", plugin, model=model)
+        assert accelerator.state is not None
+        ours = run.train(10)
+    rig.assert_same(ours, theirs)
+    return counted(_records(run))
+
+
+def in_bf16(strategy: str) -> Counts:
+    """bf16 compute over fp32 masters: dtypes are FSDP2's, losses near the unpatched bf16 run's."""
+    bf16 = {"mixed_precision": "bf16", "dtype": torch.bfloat16}
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", **bf16)
+    with rig.fresh_accelerate():
+        plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy))
+        run = rig.Loop("qwen3_moe", plugin, **bf16)
+        ours = run.train(10)
+        engine = get_engine(run.model)
+        assert engine is not None
+        assert engine.compute_dtype == engine.reduce_dtype == torch.bfloat16
+        for name, parameter in run.model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            assert parameter.dtype == torch.float32, name
+            assert run.optimizer.state[parameter]["exp_avg"].dtype == torch.float32, name
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=2e-2)
+    return counted(engine.recorder.drain())
+
+
+def hsdp(strategy: str) -> Counts:
+    """Two replicas of two shards, on four ranks: as unpatched HSDP."""
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", parallelism=(2, 2))
+    with rig.fresh_accelerate():
+        plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy))
+        run = rig.Loop("qwen3_moe", plugin, parallelism=(2, 2))
+        ours = run.train(10)
+        expert = run.model.model.layers[0].mlp.experts.down_proj
+        assert expert.device_mesh == run.model.lm_head.weight.device_mesh
+        assert expert.device_mesh.shape == (2, 2)
+    rig.assert_same(ours, theirs)
+    return counted(_records(run))
+
+
+def sharded_before_prepare(strategy: str) -> Counts:
+    """``patch_model(mesh=...)`` first: Accelerate leaves the homes alone."""
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
+    with rig.fresh_accelerate():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = patch_model(tiny_model("qwen3_moe"), rig.eager(strategy=strategy), mesh=mesh)
+        run = rig.Loop("qwen3_moe", rig.fsdp_plugin(), model=model)
+        ours = run.train(10)
+    rig.assert_same(ours, theirs)
+    return counted(_records(run))
+
+
+def preparation_fails() -> None:
+    """When Accelerate's part fails, the experts are where they were, and a second try works."""
+    with rig.fresh_accelerate():
+        model = patch_model(tiny_model("qwen3_moe"), rig.eager(strategy="fsep"))
+        before = dict(model.named_parameters())
+        plugin = rig.fsdp_plugin(transformer_cls_names_to_wrap=["NoSuchLayer"], auto_wrap_policy="no_wrap")
+        plugin.reshard_after_forward = "nonsense"
+        with pytest.raises(Exception, match="reshard_after_forward"):
+            rig.Loop("qwen3_moe", plugin, model=model)
+        after = dict(model.named_parameters())
+        engine = get_engine(model)
+        assert engine is not None
+        assert not engine.is_sharded
+        experts = [name for name in before if ".experts." in name]
+        assert [name for name in after if ".experts." in name] == experts
+        assert all(after[name] is before[name] for name in experts)
+
+
+def conflicting_plugin() -> None:
+    """A plugin with another config than the model was patched with is refused."""
+    with rig.fresh_accelerate():
+        model = patch_model(tiny_model("qwen3_moe"), rig.eager(strategy="fsep"))
+        plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy="ep"))
+        with pytest.raises((ValueError, RuntimeError), match="patched already"):
+            rig.Loop("qwen3_moe", plugin, model=model)
+
+
+def processes_that_train_alone() -> None:
+    """Several processes with ``DistributedType.NO`` are refused."""
+    state = SimpleNamespace(distributed_type=DistributedType.NO, parallelism_config=None)
+    with pytest.raises(ValueError, match=r"NO in one of 2 processes.*use_cpu=True"):
+        check_state(state)

@@ -6,8 +6,7 @@ Run in a rank process with a gloo process group. Sizes are such that nothing div
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,19 +15,14 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
 
 from hf_laer.config import LaerConfig
 from hf_laer.integrations.accelerate import enable_cpu_fsdp
 from tests.models import tiny_model, tokens
 
-VOCABULARY = 67
 # AdamW divides by sqrt(v) + eps: with the default, gradients of 1e-8 are all rounding, and move weights by a
 # whole lr.
 EPSILON = 1e-6
@@ -74,8 +68,8 @@ def gathered(model: nn.Module) -> dict[str, np.ndarray]:
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = 1e-5) -> None:
     """Losses, gradient norms and weights of two runs agree."""
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose(ours[key], theirs[key], rtol=tolerance, err_msg=key)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        np.testing.assert_allclose(ours.get(key, []), theirs.get(key, []), rtol=tolerance, err_msg=key)
     far = distances(ours["weights"], theirs["weights"])
     far = {name: error for name, error in far.items() if not error <= tolerance}
     assert not far, f"weights differ: {far}"
@@ -88,80 +82,6 @@ def distances(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dic
         name: float(np.linalg.norm(ours[name] - theirs[name]) / max(np.linalg.norm(theirs[name]), 1e-12))
         for name in theirs
     }
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Words ``w3`` ... to numbers."""
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, VOCABULARY))]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
-def rows_of_tokens(count: int, seed: int = 0) -> Dataset:
-    """Rows of unequal length, so that ranks and micro-batches have unequal tokens."""
-    rng = random.Random(seed)
-    lengths = [rng.randint(4, 20) for _ in range(count)]
-    rows = [[rng.randint(3, VOCABULARY - 1) for _ in range(length)] for length in lengths]
-    return Dataset.from_dict({"input_ids": rows})
-
-
-def sft_arguments(folder: str, **settings: Any) -> SFTConfig:
-    """Ten steps of two micro-batches of two rows, on CPUs under FSDP2."""
-    fsdp = {"version": 2, "state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
-    fsdp |= settings.pop("fsdp_config", {})
-    chosen = {
-        "max_steps": 10,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "learning_rate": 5e-3,
-        "adam_epsilon": EPSILON,
-        "lr_scheduler_type": "constant",
-        "max_length": 32,
-        "optim": "adamw_torch",
-        "bf16": False,
-        "seed": 1,
-        "disable_tqdm": True,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-    }
-    return SFTConfig(folder, use_cpu=True, fsdp=True, fsdp_config=fsdp, **chosen | settings)
-
-
-def sft_trainer(
-    folder: str,
-    family: str,
-    callbacks: Sequence[Any] = (),
-    *,
-    model: nn.Module | None = None,
-    dataset: Any = None,
-    **settings: Any,
-) -> SFTTrainer:
-    """TRL's trainer over a small model."""
-    set_seed(0)
-    return SFTTrainer(
-        model=tiny_model(family) if model is None else model,
-        args=sft_arguments(folder, **settings),
-        train_dataset=rows_of_tokens(48) if dataset is None else dataset,
-        processing_class=tokenizer(),
-        callbacks=list(callbacks),
-    )
-
-
-def run_sft(
-    folder: str, family: str, callbacks: Sequence[Any] = (), resume: str | None = None, **settings: Any
-) -> dict[str, Any]:
-    """Trains; returns ``loss``, ``grad_norm`` (by step), ``logs`` and ``weights`` (in full)."""
-    trainer = sft_trainer(folder, family, callbacks, **settings)
-    trainer.train(resume_from_checkpoint=resume)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    columns = {key: [log[key] for log in logs] for key in ("loss", "grad_norm")}
-    return columns | {"logs": logs, "weights": gathered(trainer.model)}
 
 
 def fsdp_plugin(kind: Callable[..., Any] = FullyShardedDataParallelPlugin, **settings: Any) -> Any:
@@ -182,6 +102,9 @@ class Loop:
         family: The model's.
         plugin: The FSDP plugin.
         optimizer: Settings of AdamW.
+        model: The model, where it is not just ``tiny_model(family)``.
+        dtype: That model's.
+        parallelism: HSDP's replicas and shards.
         accelerator: Settings of the ``Accelerator``.
     """
 
@@ -189,14 +112,19 @@ class Loop:
         self,
         family: str,
         plugin: Any,
+        *,
         optimizer: dict[str, Any] | None = None,
-        model: Any = None,
+        model: nn.Module | None = None,
+        dtype: torch.dtype = torch.float32,
+        parallelism: tuple[int, int] | None = None,
         **accelerator: Any,
     ) -> None:
-        self.accelerator = Accelerator(
-            cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2, **accelerator
-        )
-        model = tiny_model(family) if model is None else model
+        if parallelism is not None:
+            sizes = dict(zip(("dp_replicate_size", "dp_shard_size"), parallelism, strict=True))
+            accelerator["parallelism_config"] = ParallelismConfig(**sizes)
+        settings = {"cpu": True, "gradient_accumulation_steps": 2, **accelerator}
+        self.accelerator = Accelerator(fsdp_plugin=plugin, **settings)
+        model = tiny_model(family).to(dtype) if model is None else model
         adamw = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=EPSILON, **optimizer or {})
         self.model, self.optimizer = self.accelerator.prepare(model, adamw)
         self.numbers: dict[str, list[float]] = {"loss": [], "grad_norm": []}
@@ -205,9 +133,8 @@ class Loop:
     def train(self, steps: int) -> dict[str, Any]:
         """Takes ``steps`` optimizer steps; ranks have batches of different shapes."""
         for _ in range(2 * steps):
-            ids = tokens(
-                1 + dist.get_rank() % 2, 4 + 3 * dist.get_rank(), seed=10 * self.micro + dist.get_rank()
-            )
+            rank = dist.get_rank()
+            ids = tokens(1 + rank % 2, 4 + 3 * rank, seed=10 * self.micro + rank)
             self.micro += 1
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss

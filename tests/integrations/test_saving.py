@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations import cases
+from tests.integrations import cases, cases_trl
 
 KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 
@@ -23,3 +23,9 @@ def test_checkpoint_of_unpatched_model_resumes(ranks, tmp_path, kind: str) -> No
 @pytest.mark.parametrize("strategy", ["ep", "fsep"])
 def test_save_pretrained_is_that_of_the_plain_model(ranks, tmp_path, strategy: str) -> None:
     ranks(2).run(cases.pretrained_round_trip, folder=str(tmp_path), strategy=strategy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer_resumes(ranks, tmp_path, kind: str) -> None:
+    counts = ranks(2).run(cases_trl.resumed, folder=str(tmp_path), strategy="fsep", kind=kind)
+    assert counts[0]["moved"] > 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations import cases
+from tests.integrations import cases, cases_trl
 
 STRATEGIES = ("ep", "llep", "fsep", "fsdp")
 MOVES = {"llep": "spilled", "fsep": "moved"}
@@ -23,19 +23,19 @@ def check(ranks, case: Any, strategy: str, *, world_size: int = 2, **arguments: 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trl(ranks, tmp_path, strategy: str) -> None:
-    check(ranks, cases.trl, strategy, folder=str(tmp_path), family="qwen3_moe")
+    check(ranks, cases_trl.trains, strategy, folder=str(tmp_path), family="qwen3_moe")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_trl_families(ranks, tmp_path, family: str) -> None:
-    check(ranks, cases.trl, "fsep", folder=str(tmp_path), family=family)
+    check(ranks, cases_trl.trains, "fsep", folder=str(tmp_path), family=family)
 
 
 @pytest.mark.parametrize("kwargs", [None, {"selective": True}], ids=["default", "selective"])
 @pytest.mark.parametrize("strategy", ["llep", "fsep"])
 def test_trl_checkpointing(ranks, tmp_path, strategy: str, kwargs: dict[str, Any] | None) -> None:
     on = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
-    check(ranks, cases.trl, strategy, folder=str(tmp_path), family="qwen3_moe", **on)
+    check(ranks, cases_trl.trains, strategy, folder=str(tmp_path), family="qwen3_moe", **on)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -46,3 +46,45 @@ def test_loop(ranks, strategy: str) -> None:
 @pytest.mark.parametrize("settings", [{}, {"recompute": "experts"}], ids=["layer", "experts"])
 def test_accelerate_checkpointing(ranks, settings: dict[str, str]) -> None:
     check(ranks, cases.checkpointed_by_accelerate, "fsep", **settings)
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_optimizers(ranks, how: str) -> None:
+    check(ranks, cases.loop, "fsep", family="qwen3_moe", optimizer={how: True})
+
+
+def test_evaluation_during_training(ranks, tmp_path) -> None:
+    check(ranks, cases_trl.evaluates, "fsep", folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_lora_on_attention(ranks, tmp_path, strategy: str) -> None:
+    check(ranks, cases_trl.trains_lora, strategy, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_ram_efficient_loading(ranks, tmp_path, strategy: str) -> None:
+    check(ranks, cases.loaded_on_one_rank, strategy, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_bf16(ranks, strategy: str) -> None:
+    check(ranks, cases.in_bf16, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_hsdp(ranks, strategy: str) -> None:
+    ranks(4).run(cases.hsdp, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_sharded_before_prepare(ranks, strategy: str) -> None:
+    check(ranks, cases.sharded_before_prepare, strategy)
+
+
+def test_failed_preparation_leaves_the_experts(ranks) -> None:
+    ranks(2).run(cases.preparation_fails)
+
+
+def test_numbers_reach_reporters(ranks, tmp_path) -> None:
+    ranks(2).run(cases_trl.reported, folder=str(tmp_path))

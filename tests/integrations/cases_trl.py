@@ -1,0 +1,98 @@
+"""What rank processes run for the tests of the TRL callback. Each case asserts for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from hf_laer.integrations.trl import LaerCallback
+from tests.integrations import cases, rig, rig_trl
+
+
+def trains(folder: str, family: str, strategy: str, **settings: Any) -> cases.Counts:
+    """Ten AdamW steps of TRL SFT, patched and not: loss, gradient norm and weights are the same."""
+    plain = {key: value for key, value in settings.items() if "checkpointing" not in key}
+    theirs = rig.reference(rig_trl.run_sft, folder, family, **plain)
+    callback = LaerCallback(rig.eager(strategy=strategy))
+    with rig.fresh_accelerate():
+        ours = rig_trl.run_sft(folder, family, [callback], **settings)
+    rig.assert_same(ours, theirs)
+    counts = cases.counted(callback.records)
+    for key in ("spilled", "moved"):
+        assert sum(log[f"laer/{key}"] for log in ours["logs"]) == counts[key]
+    return counts
+
+
+def evaluates(folder: str, strategy: str) -> cases.Counts:
+    """Evaluation during training: the same losses, and nothing recorded of it."""
+    return trains(folder, "qwen3_moe", strategy, eval_strategy="steps", eval_steps=2)
+
+
+def trains_lora(folder: str, strategy: str) -> cases.Counts:
+    """LoRA on attention, experts frozen: the same adapters as unpatched."""
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    return trains(folder, "qwen3_moe", strategy, peft=lora)
+
+
+def resumed(folder: str, strategy: str, kind: str) -> cases.Counts:
+    """Six steps in one go, and three resumed from the third's checkpoint: the same, placements too."""
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    settings["fsdp_config"] = {"state_dict_type": kind}
+    runs, records = [], []
+    for resume in (None, f"{folder}/checkpoint-3"):
+        callback = LaerCallback(rig.eager(strategy=strategy, history=3))
+        with rig.fresh_accelerate():
+            runs.append(rig_trl.run_sft(folder, "qwen3_moe", [callback], resume, **settings))
+        records.append(list(callback.records))
+    rig.assert_same(runs[1], runs[0])
+    cases.assert_same_records(records[1], records[0][len(records[0]) // 2 :])
+    return cases.counted(records[1])
+
+
+def refused_by_trainer(folder: str) -> None:
+    """Callbacks added late, reentrant checkpointing, DDP: refused before the first step."""
+    with rig.fresh_accelerate():
+        trainer = rig_trl.sft_trainer(folder, "qwen3_moe")
+        trainer.add_callback(LaerCallback())
+        with pytest.raises(ValueError, match="added after the trainer was made"):
+            trainer.train()
+    with rig.fresh_accelerate():
+        kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+        with pytest.raises(ValueError, match="use_reentrant"):
+            rig_trl.sft_trainer(folder, "qwen3_moe", [LaerCallback()], **kwargs)
+    with rig.fresh_accelerate(), pytest.raises(ValueError, match="distributed_type is MULTI_CPU"):
+        rig_trl.sft_trainer(folder, "qwen3_moe", [LaerCallback()], fsdp=False)
+
+
+def unequal_streams(folder: str) -> None:
+    """An iterable data set whose shards go to ranks is refused when training begins."""
+    stream = rig_trl.rows_of_tokens(10).to_iterable_dataset(num_shards=2)
+    with rig.fresh_accelerate():
+        trainer = rig_trl.sft_trainer(folder, "qwen3_moe", [LaerCallback()], dataset=stream)
+        with pytest.raises(ValueError, match="iterable data set"):
+            trainer.train()
+
+
+class Reporter(TrainerCallback):
+    """Stands for TensorBoard: it comes before a user's callbacks and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen.append(set(logs))
+
+
+def reported(folder: str) -> None:
+    """Reporters before the callback in the list see its numbers; there are few of them."""
+    reporter = Reporter()
+    with rig.fresh_accelerate():
+        callbacks = [reporter, LaerCallback(rig.eager(strategy="fsep"))]
+        rig_trl.run_sft(folder, "qwen3_moe", callbacks, max_steps=2)
+    ours = [{key for key in seen if key.startswith("laer/")} for seen in reporter.seen]
+    kinds = ("imbalance_before", "imbalance_after", "imbalance_before_max", "imbalance_after_max")
+    assert ours[0] == ours[1] == {f"laer/{key}" for key in (*kinds, "spilled", "moved", "plan_ms")}
+    assert not ours[2], "the summary has none"
