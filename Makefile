@@ -25,7 +25,7 @@ OPTIONS =
 
 .PHONY: sft
 sft: setup
-	$(BIN)/accelerate launch --config_file $(LAUNCH) --num_processes $(PROCESSES) \
+	$(BIN)/accelerate launch --config_file $(LAUNCH) --main_process_port 0 --num_processes $(PROCESSES) \
 		recipes/sft.py --config $(RECIPE) --output_dir $(OUTPUT) $(OPTIONS)
 	$(BIN)/python recipes/generate.py $(OUTPUT)/final
 
