@@ -82,9 +82,7 @@ def open_dataset(
     return load_dataset(name, name=config, streaming=streaming)
 
 
-def chat_rows(
-    per_domain: int = 512, *, block: int = 0, seed: int = 0, max_chars: int = 900
-) -> list[dict[str, Any]]:
+def chat_rows(per_domain: int = 512, *, block: int = 0, seed: int = 0, max_chars: int = 900) -> list[dict[str, Any]]:
     """Rows of all domains; the same for the same arguments and Python version.
 
     Args:

@@ -21,9 +21,9 @@ def answer(model_path: str, question: str, *, max_new_tokens: int = 48) -> str:
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto")
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).to(model.device)
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(
+        model.device
+    )
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

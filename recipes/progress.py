@@ -66,9 +66,7 @@ class ProgressCallback(TrainerCallback):
             self._tokens, self._since = tokens, now
             state.log_history[-1]["tokens_per_second"] = logs["tokens_per_second"]
         if state.is_world_process_zero:
-            self.console.print(
-                f"step {state.global_step:>5}  {log_line(logs)}", highlight=False, soft_wrap=True
-            )
+            self.console.print(f"step {state.global_step:>5}  {log_line(logs)}", highlight=False, soft_wrap=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._task is not None:

@@ -137,9 +137,7 @@ def fingerprint(config: UpcycleConfig) -> str:
     return f"{config.replicas}x{config.slices}-top{config.top_k}-{digest}"
 
 
-def make_trainer(
-    settings: Settings, path: str, callback: LaerCallback | None, console: Console
-) -> SFTTrainer:
+def make_trainer(settings: Settings, path: str, callback: LaerCallback | None, console: Console) -> SFTTrainer:
     """TRL's trainer with our callbacks, and our progress in place of its own."""
     script, training = settings.script, settings.training
     dataset = open_dataset(

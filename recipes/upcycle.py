@@ -73,9 +73,7 @@ class UpcycleConfig:
     slices: int = field(default=1, metadata={"help": "Parts into which each copy is cut."})
     active: int = field(default=2, metadata={"help": "Copies that serve each token."})
     layers: list[int] | None = field(default=None, metadata={"help": "Layers to keep; all if not given."})
-    noise: float = field(
-        default=0.0, metadata={"help": "Noise on each copy, relative to the weights' deviation."}
-    )
+    noise: float = field(default=0.0, metadata={"help": "Noise on each copy, relative to the weights' deviation."})
     calibration_tokens: int = field(default=2048, metadata={"help": "Tokens that shape the routers."})
     init_seed: int = field(default=0, metadata={"help": "Seed of noise and k-means."})
 
@@ -117,9 +115,7 @@ def bundled_checkpoint() -> Path:
     return files[0]
 
 
-def load_dense(
-    source: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None
-) -> tuple[Any, Any]:
+def load_dense(source: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """A dense model and its tokenizer.
 
     Args:
@@ -156,15 +152,12 @@ def moe_config(dense: Any, cfg: UpcycleConfig) -> Any:
     """
     if dense.model_type not in TARGETS:
         raise ValueError(
-            f"A {dense.model_type} model has no MoE family with the same attention here; "
-            f"known: {', '.join(TARGETS)}"
+            f"A {dense.model_type} model has no MoE family with the same attention here; known: {', '.join(TARGETS)}"
         )
     target = TARGETS[dense.model_type]
     attention_bias = getattr(dense, "attention_bias", False) and target == "mixtral"
     if attention_bias or getattr(dense, "mlp_bias", False):
-        raise ValueError(
-            f"This {dense.model_type} checkpoint has biases that {target} lacks: choose another one"
-        )
+        raise ValueError(f"This {dense.model_type} checkpoint has biases that {target} lacks: choose another one")
     if getattr(dense, "use_sliding_window", False):
         raise ValueError("use_sliding_window differs by layer in this checkpoint: choose one without")
     if dense.intermediate_size % cfg.slices:
@@ -215,18 +208,14 @@ def router_rows(inputs: Tensor, replicas: int, *, seed: int = 0, rounds: int = 1
         # A product with the one-hot matrix: on a CPU many times faster than index_add_.
         sums = nn.functional.one_hot(nearest, replicas).to(points.dtype).T @ points
         # A cluster that lost all its points keeps its place.
-        centroids = torch.where(
-            sums.norm(dim=-1, keepdim=True) > 0, nn.functional.normalize(sums, dim=-1), centroids
-        )
+        centroids = torch.where(sums.norm(dim=-1, keepdim=True) > 0, nn.functional.normalize(sums, dim=-1), centroids)
     along = nn.functional.normalize(mean, dim=0)
     centroids = centroids - (centroids @ along)[:, None] * along
     return centroids / (inputs.float() @ centroids.T).std().clamp_min(1e-6)
 
 
 @torch.no_grad()
-def routers(
-    dense: PreTrainedModel, token_ids: Tensor, layers: Iterable[int], cfg: UpcycleConfig
-) -> dict[int, Tensor]:
+def routers(dense: PreTrainedModel, token_ids: Tensor, layers: Iterable[int], cfg: UpcycleConfig) -> dict[int, Tensor]:
     """Router weights ``[R, H]`` of each layer, from one forward over ``token_ids [B, L]``."""
     rows: dict[int, Tensor] = {}
 
@@ -249,9 +238,7 @@ def routers(
 
 def expert_weights(mlp: nn.Module, cfg: UpcycleConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """``gate_up_proj [E, 2I/S, H]`` (gate rows first) and ``down_proj [E, H, I/S]``, replica by replica."""
-    gate, up, down = (
-        getattr(mlp, name).weight.detach().cpu() for name in ("gate_proj", "up_proj", "down_proj")
-    )
+    gate, up, down = (getattr(mlp, name).weight.detach().cpu() for name in ("gate_proj", "up_proj", "down_proj"))
     gates, ups, downs = gate.chunk(cfg.slices, 0), up.chunk(cfg.slices, 0), down.chunk(cfg.slices, 1)
     gate_up = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
     down = torch.stack(downs) * cfg.slices
@@ -375,13 +362,9 @@ class Arguments:
     """Where from, where to, and on which device."""
 
     output: str = field(metadata={"help": "Folder to write; must not exist."})
-    source: str | None = field(
-        default=None, metadata={"help": "Hub id, folder or GGUF file; SmolLM2 if not given."}
-    )
+    source: str | None = field(default=None, metadata={"help": "Hub id, folder or GGUF file; SmolLM2 if not given."})
     device: str = field(default="cpu", metadata={"help": "Where the dense model runs, as cuda."})
-    dtype: str | None = field(
-        default=None, metadata={"help": "Of the weights; the checkpoint's if not given."}
-    )
+    dtype: str | None = field(default=None, metadata={"help": "Of the weights; the checkpoint's if not given."})
 
 
 def main() -> None:

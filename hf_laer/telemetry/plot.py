@@ -71,9 +71,7 @@ def _draw_experts(axes: Any, records: list[LayerRecord]) -> None:
         names.append(f"{len(rest)} others")
     total = np.maximum(loads.sum(-1), 1)
     axes.stackplot(np.arange(len(records)), [band / total for band in bands], labels=names)
-    axes.set(
-        title=f"{short_name(records[0].layer)}: share of each expert", xlabel="micro-batch", ylabel="share"
-    )
+    axes.set(title=f"{short_name(records[0].layer)}: share of each expert", xlabel="micro-batch", ylabel="share")
     axes.set(xlim=(0, max(1, len(records) - 1)), ylim=(0, 1))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
 
@@ -102,8 +100,6 @@ def _draw_layers(axes: Any, summaries: Sequence[LayerSummary]) -> None:
         axes.bar(places + 0.4 * (index - 0.5), heights, 0.4, bottom=1.0, label=label, color=colour)
     # Points, as a bar of height 1.00 would not be seen.
     axes.plot(places, [summary.after_mean for summary in summaries], "D", color=AFTER, label="planned")
-    axes.set_xticks(
-        places, [short_name(summary.layer).split(".")[-1] for summary in summaries], fontsize="small"
-    )
+    axes.set_xticks(places, [short_name(summary.layer).split(".")[-1] for summary in summaries], fontsize="small")
     axes.set(title="every layer: mean of max/mean over ranks", xlabel="layer", ylabel="max / mean")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")

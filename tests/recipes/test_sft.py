@@ -51,9 +51,7 @@ def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> Non
     assert all(layer["batches"] == 3 for layer in layers)
     assert (output / "expert_load.png").stat().st_size > 10_000
     assert not list(output.glob("*.tmp"))
-    answered = run(
-        [sys.executable, str(RECIPES / "generate.py"), str(output / "final"), "--max_new_tokens", "4"]
-    )
+    answered = run([sys.executable, str(RECIPES / "generate.py"), str(output / "final"), "--max_new_tokens", "4"])
     assert "hf_laer imported: False" in answered
 
 

@@ -13,9 +13,7 @@ from hf_laer.telemetry import plot, summary, table
 from hf_laer.telemetry.record import LayerRecord
 
 
-def record(
-    layer: str, step: int, loads: list[int], *, after: list[int] | None = None, spilled: int = 0
-) -> LayerRecord:
+def record(layer: str, step: int, loads: list[int], *, after: list[int] | None = None, spilled: int = 0) -> LayerRecord:
     """Two ranks; the first half of the experts belongs to rank 0."""
     half = len(loads) // 2
     before = np.array([sum(loads[:half]), sum(loads[half:])])
@@ -71,9 +69,7 @@ def test_best_static_layout_against_every_layout(experts: int, ranks: int) -> No
     def cost(layout: tuple[int, ...]) -> float:
         return float(summary.imbalances(summary.rank_loads(loads, np.array(layout), ranks)).mean())
 
-    every = (
-        c for c in itertools.product(range(ranks), repeat=experts) if max(map(c.count, range(ranks))) <= room
-    )
+    every = (c for c in itertools.product(range(ranks), repeat=experts) if max(map(c.count, range(ranks))) <= room)
     found = summary.best_static_layout(loads, ranks)
     assert np.bincount(found, minlength=ranks).max() <= room
     assert cost(tuple(found)) == pytest.approx(min(map(cost, every)), rel=0.02)
@@ -91,9 +87,7 @@ def test_best_static_layout_of_many_experts_is_better_than_the_owners() -> None:
 
 def test_table_shows_layers_and_their_mean() -> None:
     console = Console(record=True, width=140, file=Path("/dev/null").open("w"))  # noqa: SIM115
-    console.print(
-        table.layer_table(summary.summarize([*drifting(), *drifting("model.layers.4.mlp.experts")]))
-    )
+    console.print(table.layer_table(summary.summarize([*drifting(), *drifting("model.layers.4.mlp.experts")])))
     text = console.export_text()
     assert "layers.3" in text
     assert "1.17 (1.50)" in text
