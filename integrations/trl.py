@@ -44,9 +44,7 @@ class LaerCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, config: LaerConfig | Mapping[str, Any] | None = None, keep: int = 100_000) -> None:
-        self.config = (
-            LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
-        )
+        self.config = LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
         self.records: deque[LayerRecord] = deque(maxlen=keep)
         self.memory: dict[str, Any] = {}
         self._engine: Engine | None = None
@@ -128,9 +126,7 @@ class _Window:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = dict.fromkeys(
-            ("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0
-        )
+        self._sums = dict.fromkeys(("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0)
         self._worst = dict.fromkeys(("imbalance_before", "imbalance_after"), 0.0)
 
     def add(self, record: LayerRecord) -> None:
