@@ -84,8 +84,9 @@ PATCHES = {
             caller="accelerate.utils.fsdp_utils:fsdp2_prepare_model",
             checked="1.15",
             does="finds no final norm, so that norm and head stay in FSDP2's root unit (torch before 2.13 only)",
-            why="TRL's fused head reads the head's weight and never calls its forward; torch before 2.13 "
-            "does not unshard the unit of norm and head then, and mixes Tensor with DTensor",
+            why="TRL's fused head reads the head's weight and never calls its forward, so the unit of norm and "
+            "head never ends a forward; torch before 2.13 does not unshard it again after an evaluation and a "
+            "checkpoint, and mixes Tensor with DTensor",
         ),
         Patch(
             name="log",

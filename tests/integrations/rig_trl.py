@@ -67,12 +67,13 @@ def sft_trainer(
     *,
     peft: Any = None,
     dataset: Any = None,
+    sizes: dict[str, Any] | None = None,
     **settings: Any,
 ) -> SFTTrainer:
     """TRL's trainer over a small model."""
     set_seed(0)
     return SFTTrainer(
-        model=tiny_model(family),
+        model=tiny_model(family, **sizes or {}),
         args=sft_arguments(folder, **settings),
         train_dataset=rows_of_tokens(48) if dataset is None else dataset,
         eval_dataset=rows_of_tokens(7, seed=1),

@@ -57,6 +57,12 @@ def test_evaluation_during_training(ranks, tmp_path) -> None:
     check(ranks, cases_trl.evaluates, "fsep", folder=str(tmp_path))
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_head_in_root_unit(ranks, tmp_path, tied: bool) -> None:
+    counts = ranks(2).run(cases_trl.head_in_root_unit, folder=str(tmp_path), tied=tied)
+    assert counts[0]["spilled"] > 0
+
+
 @pytest.mark.parametrize("strategy", ["llep", "fsep"])
 def test_lora_on_attention(ranks, tmp_path, strategy: str) -> None:
     check(ranks, cases_trl.trains_lora, strategy, folder=str(tmp_path))
