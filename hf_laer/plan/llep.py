@@ -62,7 +62,8 @@ def llep(
     ranks, experts = loads.shape
     owners = check_owners(owners, ranks, experts)
     width = node_width(ranks_per_node, ranks)
-    totals, native = _native_loads(loads, owners)
+    totals = loads.sum(axis=0)
+    native = _native_loads(totals, owners, ranks)
     total, hottest = int(native.sum()), int(native.max())
     # Fractions of whole numbers: every rank rounds alike.
     above, below = float(imbalance_threshold).as_integer_ratio()
@@ -82,13 +83,12 @@ def llep(
 
 
 @kernel
-def _native_loads(loads: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens per expert ``[E]`` and per owner rank ``[N]``."""
-    totals = loads.sum(axis=0)
-    native = np.zeros(loads.shape[0], np.int64)
+def _native_loads(totals: np.ndarray, owners: np.ndarray, ranks: int) -> np.ndarray:
+    """Tokens that the experts of each rank get, int64 ``[N]``."""
+    native = np.zeros(ranks, np.int64)
     for expert in range(len(owners)):
         native[owners[expert]] += totals[expert]
-    return totals, native
+    return native
 
 
 @kernel
@@ -167,7 +167,7 @@ def _assemble(
         first[expert_of[chunk] + 1] += 1
     first = np.cumsum(first)
     slots, slot_of = owner_slots(owners, num_ranks, helped)
-    owned = np.bincount(owners, minlength=num_ranks)
+    owned = _native_loads(np.ones_like(owners), owners, num_ranks)
     replicas = experts + len(expert_of)
     rank, slot, end = np.empty(replicas, np.int64), np.empty(replicas, np.int64), np.empty(replicas, np.int64)
     filled = first[:-1].copy()

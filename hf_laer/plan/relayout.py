@@ -32,40 +32,41 @@ def place_copies(load: np.ndarray, copies: np.ndarray, ranks: int, slots: int, w
     )  # an expert's copies are placed in one go: this tells who holds it
     nodes = -(-ranks // width)
     best = np.empty(nodes, np.int64)
-    on_node = np.zeros(nodes, np.int64)
     for node in range(nodes):
         best[node] = _least_loaded(node, width, slots, used, held, newest, EMPTY)
     for expert in np.argsort(-unit, kind="mergesort"):
-        for _ in range(copies[expert]):
-            rank = _pick(best, on_node, held)
-            if rank < 0:
+        left = copies[expert]
+        while left > 0:
+            # All nodes that still have room hold equally many copies, so each gets one, or the emptiest do.
+            open_nodes = np.flatnonzero(best >= 0)
+            if len(open_nodes) > left:
+                open_nodes = open_nodes[np.argsort(held[best[open_nodes]], kind="mergesort")[:left]]
+            for place in open_nodes:
+                _put(table, used, held, newest, unit, best[place], expert)
+                best[place] = _least_loaded(place, width, slots, used, held, newest, expert)
+            if len(open_nodes) == 0:
                 rank = _make_room(table, used, held, newest, unit, expert)
-            table[rank, used[rank]] = expert
-            used[rank] += 1
-            held[rank] += unit[expert]
-            newest[rank] = expert
-            node = rank // width
-            on_node[node] += 1
-            best[node] = _least_loaded(node, width, slots, used, held, newest, expert)
+                _put(table, used, held, newest, unit, rank, expert)
+            left -= max(1, len(open_nodes))
         for node in range(nodes):
-            if on_node[node] > 0:
-                on_node[node] = 0
-                best[node] = _least_loaded(node, width, slots, used, held, newest, EMPTY)
+            best[node] = _least_loaded(node, width, slots, used, held, newest, EMPTY)
     return table
 
 
 @kernel
-def _pick(best: np.ndarray, on_node: np.ndarray, held: np.ndarray) -> int:
-    """The best rank of the node with the fewest copies (then the least loaded, then the lowest), or -1."""
-    pick = -1
-    for node in range(len(best)):
-        if best[node] >= 0 and (
-            pick < 0
-            or on_node[node] < on_node[pick]
-            or (on_node[node] == on_node[pick] and held[best[node]] < held[best[pick]])
-        ):
-            pick = node
-    return best[pick] if pick >= 0 else -1
+def _put(
+    table: np.ndarray,
+    used: np.ndarray,
+    held: np.ndarray,
+    newest: np.ndarray,
+    unit: np.ndarray,
+    rank: int,
+    expert: int,
+) -> None:
+    table[rank, used[rank]] = expert
+    used[rank] += 1
+    held[rank] += unit[expert]
+    newest[rank] = expert
 
 
 @kernel

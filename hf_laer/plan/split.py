@@ -73,11 +73,12 @@ def _split(
         for at in range(first[expert], first[expert + 1]):
             expert_of[at] = expert
             own[at] = loads[rank[at], expert]
+    node_of = np.arange(ranks) // width
     quota = nearest_quotas(loads, first, rank, width)
     held = np.zeros(ranks, np.int64)
     for at in range(len(rank)):
         held[rank[at]] += quota[at]
-    level(quota, held, own, first, rank, expert_of, at_slot, width, slack)
+    level(quota, held, own, first, rank, expert_of, at_slot, node_of, slack)
     for expert in range(experts):
         for at in range(first[expert] + 1, first[expert + 1]):
             quota[at] += quota[at - 1]
@@ -111,44 +112,50 @@ def index_replicas(slots: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndar
 
 @kernel
 def nearest_quotas(loads: np.ndarray, first: np.ndarray, rank: np.ndarray, width: int) -> np.ndarray:
-    """Tokens per replica, int64 ``[R]``, if each source uses its own copy, else one of its node, else the
-    less loaded.
+    """Tokens per replica, int64 ``[R]``, if each source uses its own copy, else one of its node, else either.
 
-    Only the two replicas around a source in rank order are asked, so that quotas can be ranges of the stream.
+    Only the two replicas around a source in rank order are asked, so that quotas can be ranges of the stream;
+    of two that are equally near the less loaded rank serves.
     """
     ranks, experts = loads.shape
     quota = np.zeros(len(rank), np.int64)
     held = np.zeros(ranks, np.int64)
+    by_expert = np.ascontiguousarray(loads.T)
     for expert in range(experts):
         start, stop = first[expert], first[expert + 1]
-        if start == stop:
-            continue
-        after = start  # the first replica at or after the source's rank
-        for source in range(ranks):
-            while after < stop and rank[after] < source:
-                after += 1
-            tokens = loads[source, expert]
-            if tokens > 0:
-                at = _nearer(source, start, after, stop, rank, held, width)
-                quota[at] += tokens
-                held[rank[at]] += tokens
+        low = 0
+        for at in range(start, stop):
+            mine = rank[at]
+            if at > start and low < mine:
+                # The sources between two replicas: on the first's node, on neither's (or both's), on mine.
+                other = rank[at - 1]
+                shared = other // width == mine // width
+                near = low if shared else min((other // width + 1) * width, mine)
+                far = mine if shared else max(mine // width * width, near)
+                _serve(by_expert[expert], low, near, at - 1, quota, held, other)
+                for source in range(near, far):
+                    if held[other] <= held[mine]:
+                        _serve(by_expert[expert], source, source + 1, at - 1, quota, held, other)
+                    else:
+                        _serve(by_expert[expert], source, source + 1, at, quota, held, mine)
+                low = far
+            _serve(by_expert[expert], low, mine + 1, at, quota, held, mine)
+            low = mine + 1
+        if start < stop:
+            _serve(by_expert[expert], low, ranks, stop - 1, quota, held, rank[stop - 1])
     return quota
 
 
 @kernel
-def _nearer(
-    source: int, start: int, after: int, stop: int, rank: np.ndarray, held: np.ndarray, width: int
-) -> int:
-    if after == start or (after < stop and rank[after] == source):
-        return after
-    before = after - 1
-    if after == stop:
-        return before
-    node = source // width
-    before_near, after_near = rank[before] // width == node, rank[after] // width == node
-    if before_near != after_near:
-        return before if before_near else after
-    return before if held[rank[before]] <= held[rank[after]] else after
+def _serve(
+    tokens: np.ndarray, low: int, high: int, at: int, quota: np.ndarray, held: np.ndarray, rank: int
+) -> None:
+    """Adds the tokens of the sources ``low`` up to ``high`` to replica ``at`` on ``rank``."""
+    total = 0
+    for source in range(low, high):
+        total += tokens[source]
+    quota[at] += total
+    held[rank] += total
 
 
 @kernel
@@ -160,7 +167,7 @@ def level(
     rank: np.ndarray,
     expert_of: np.ndarray,
     at_slot: np.ndarray,
-    width: int,
+    node_of: np.ndarray,
     slack: int,
 ) -> None:
     """Moves quotas (and the ranks' ``held``) until no rank exceeds the optimal maximum plus ``slack``.
@@ -176,14 +183,19 @@ def level(
     came_from = np.empty(ranks, np.int64)  # the replica that gives
     queue = np.empty(ranks, np.int64)
     mark = 0
+    nothing = np.zeros_like(own)
+    _hand_over(quota, held, own, first, rank, expert_of, at_slot, target, node_of)
+    _hand_over(quota, held, own, first, rank, expert_of, at_slot, target, np.zeros_like(node_of))
     only_foreign = True
-    while held.max() > target:
+    while True:
+        floor = own if only_foreign else nothing
         mark += 1
-        floor = own if only_foreign else np.zeros_like(own)
         goal, reached = _search(
-            quota, held, floor, first, rank, expert_of, at_slot, target, width, mark,
+            quota, held, floor, first, rank, expert_of, at_slot, target, node_of, mark,
             seen_rank, seen_expert, came_by, came_from, queue,
         )  # fmt: skip
+        if reached == 0:
+            return
         if goal >= 0:
             _augment(quota, held, floor, rank, target, goal, came_by, came_from)
         elif only_foreign:
@@ -192,6 +204,38 @@ def level(
             stuck = held[queue[:reached]].sum()
             target = max(target, -(-stuck // reached) + slack)
             only_foreign = True
+
+
+@kernel
+def _hand_over(
+    quota: np.ndarray,
+    held: np.ndarray,
+    floor: np.ndarray,
+    first: np.ndarray,
+    rank: np.ndarray,
+    expert_of: np.ndarray,
+    at_slot: np.ndarray,
+    target: int,
+    node_of: np.ndarray,
+) -> None:
+    """One pass of single steps between ranks with the same ``node_of``: most of the work, at little cost."""
+    for giver in range(len(held)):
+        if held[giver] <= target:
+            continue
+        for gives in at_slot[giver]:
+            if gives < 0:
+                break
+            expert = expert_of[gives]
+            for takes in range(first[expert], first[expert + 1]):
+                taker = rank[takes]
+                if held[taker] >= target or node_of[taker] != node_of[giver]:
+                    continue
+                tokens = min(target - held[taker], held[giver] - target, quota[gives] - floor[gives])
+                if tokens > 0:
+                    quota[gives] -= tokens
+                    quota[takes] += tokens
+                    held[giver] -= tokens
+                    held[taker] += tokens
 
 
 @kernel
@@ -204,7 +248,7 @@ def _search(
     expert_of: np.ndarray,
     at_slot: np.ndarray,
     target: int,
-    width: int,
+    node_of: np.ndarray,
     mark: int,
     seen_rank: np.ndarray,
     seen_expert: np.ndarray,
@@ -238,7 +282,7 @@ def _search(
                 came_by[taker], came_from[taker] = takes, gives
                 queue[tail] = taker
                 tail += 1
-                if held[taker] < target and (goal < 0 or _better(taker, goal, giver, held, width)):
+                if held[taker] < target and (goal < 0 or _better(taker, goal, giver, held, node_of)):
                     goal = taker
         if goal >= 0:
             return goal, tail
@@ -246,9 +290,9 @@ def _search(
 
 
 @kernel
-def _better(taker: int, goal: int, giver: int, held: np.ndarray, width: int) -> bool:
+def _better(taker: int, goal: int, giver: int, held: np.ndarray, node_of: np.ndarray) -> bool:
     """The giver's node first, then the emptier rank."""
-    near, goal_near = taker // width == giver // width, goal // width == giver // width
+    near, goal_near = node_of[taker] == node_of[giver], node_of[goal] == node_of[giver]
     if near != goal_near:
         return near
     return held[taker] < held[goal]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ._jit import kernel
 from .types import EMPTY, Placement
 
 # Planners compare load/replicas by cross products, so total * ranks has to stay well inside int64.
@@ -80,18 +81,28 @@ def check_placement(placement: Placement, num_ranks: int, num_experts: int) -> n
         raise ValueError(f"placement must be [{num_ranks} ranks, slots], got shape {slots.shape}")
     if slots.min() < EMPTY or slots.max() >= num_experts:
         raise ValueError(f"slots must hold {EMPTY} or 0..{num_experts - 1}, got {slots.min()}..{slots.max()}")
-    if (np.diff(slots != EMPTY, axis=1) & (slots[:, 1:] != EMPTY)).any():
-        raise ValueError(f"empty slots must trail, got row {slots[_first_hole(slots)].tolist()}")
-    row = np.sort(slots, axis=1)
-    twice = (row[:, 1:] == row[:, :-1]) & (row[:, 1:] != EMPTY)
-    if twice.any():
-        rank, at = np.argwhere(twice)[0]
-        raise ValueError(f"rank {rank} holds expert {row[rank, at]} in more than one slot")
+    rank, expert = _first_fault(slots, num_experts)
+    if expert >= 0:
+        raise ValueError(f"rank {rank} holds expert {expert} in more than one slot")
+    if rank >= 0:
+        raise ValueError(f"empty slots must trail, rank {rank} has {slots[rank].tolist()}")
     return slots
 
 
-def _first_hole(slots: np.ndarray) -> int:
-    return int(np.argmax(((slots[:, :-1] == EMPTY) & (slots[:, 1:] != EMPTY)).any(axis=1)))
+@kernel
+def _first_fault(slots: np.ndarray, experts: int) -> tuple[int, int]:
+    """The first rank with an expert twice and that expert, or with a hole and -1, or -1 and -1."""
+    newest = np.full(experts, -1, np.int64)
+    for rank in range(slots.shape[0]):
+        for slot in range(slots.shape[1]):
+            expert = slots[rank, slot]
+            if expert >= 0 and newest[expert] == rank:
+                return rank, expert
+            if expert >= 0:
+                newest[expert] = rank
+                if slot > 0 and slots[rank, slot - 1] < 0:
+                    return rank, -1
+    return -1, -1
 
 
 def check_room(num_experts: int, num_ranks: int, slots: int) -> None:

@@ -1,0 +1,56 @@
+"""``hf-laer bench``: how good and how fast the planners are, each figure beside its target."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_laer.sim.bench import TARGETS, compile_seconds, drift_table, timings
+
+HELP = "measure planners: balance on drifting loads, and time per plan"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``hf-laer bench``."""
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    plan = subjects.add_parser("plan", help="planners, on this machine's CPU")
+    plan.add_argument("--steps", type=int, default=30, help="steps of drifting loads (default 30)")
+    plan.add_argument("--layers", type=int, default=2, help="independent draws (default 2)")
+    plan.add_argument("--repeats", type=int, default=50, help="timed calls per figure (default 50)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Prints both tables."""
+    if args.steps < 6 or args.layers < 1 or args.repeats < 1:
+        raise ValueError(f"--steps {args.steps} must be at least 6, --layers and --repeats at least 1")
+    console.print(
+        f"planners compiled or loaded from the cache in {compile_seconds():.1f} s (not counted below)"
+    )
+    console.print(_time_table(timings(args.repeats)))
+    oracle = importlib.util.find_spec("scipy") is not None
+    console.print(_balance_table(drift_table(args.steps, args.layers, oracle=oracle)))
+    if not oracle:
+        console.print("without scipy: no comparison with HiGHS")
+    return 0
+
+
+def _time_table(seconds: dict[str, float]) -> Table:
+    table = Table(title="time per plan, one core, median")
+    for head in ("plan", "microseconds", "target", "of target"):
+        table.add_column(head, justify="left" if head == "plan" else "right")
+    for name, took in seconds.items():
+        target = TARGETS[name]
+        table.add_row(name, f"{took * 1e6:.0f}", f"{target * 1e6:.0f}", f"{took / target:.2f}")
+    return table
+
+
+def _balance_table(rows: list[dict[str, float | str]]) -> Table:
+    table = Table(title="max/mean over 32 ranks (4 x 8) on drifting loads, mean over steps")
+    for head in rows[0]:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    return table

@@ -1,0 +1,94 @@
+"""The whole recipe as a user runs it, on a tiny model, and its checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sft
+import upcycle
+from accelerate.utils import DistributedType
+
+from tests.recipes import tiny
+from tests.recipes.conftest import RECIPES
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    dense = tiny.checkpoint(folder / "dense")
+    return upcycle.make_checkpoint(dense, folder / "moe", upcycle.UpcycleConfig(calibration_tokens=512))
+
+
+def run(command: list[str]) -> str:
+    """What the command writes; its last lines if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    command = [*LAUNCH, "--config_file", str(RECIPES / "accelerate" / "cpu2.yaml"), str(RECIPES / "sft.py")]
+    command += ["--config", str(RECIPES / "smollm2_moe.yaml"), "--output_dir", str(output)]
+    command += ["--model_name_or_path", str(model), "--max_steps", "3", "--rows_per_domain", "16"]
+    text = run(command)
+    assert re.search(r"step +3 +loss [\d.]+ .*tokens/s .*imbalance .*planned .*spilled .*moved", text)
+    assert "best static" in text
+    layers = json.loads((output / "expert_load.json").read_text())
+    assert len(layers) == 3
+    assert sum(layer["spilled"] for layer in layers) > 0
+    assert all(layer["batches"] == 3 for layer in layers)
+    assert (output / "expert_load.png").stat().st_size > 10_000
+    assert not list(output.glob("*.tmp"))
+    answered = run([sys.executable, str(RECIPES / "generate.py"), str(output / "final"), "--max_new_tokens", "4"])
+    assert "hf_laer imported: False" in answered
+
+
+def test_processes_that_would_train_alone_are_refused(monkeypatch) -> None:
+    alone = SimpleNamespace(distributed_type=DistributedType.NO)
+    sft.check_processes(alone)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="2 processes, but each would train alone"):
+        sft.check_processes(alone)
+
+
+def test_gpt_oss_is_loaded_dequantized(monkeypatch) -> None:
+    monkeypatch.setattr(sft, "get_quantization_config", lambda _model: None)
+    model = SimpleNamespace(model_revision="main", dtype="bfloat16", attn_implementation=None)
+    settings = SimpleNamespace(model=model, recipe=SimpleNamespace(dequantize=True))
+    assert sft.model_options(settings)["quantization_config"].dequantize
+    settings.recipe.dequantize = False
+    assert sft.model_options(settings) == {"revision": "main", "dtype": "bfloat16"}
+
+
+def test_each_setting_of_upcycling_has_its_own_checkpoint() -> None:
+    one, other = upcycle.UpcycleConfig(), upcycle.UpcycleConfig(noise=0.01)
+    assert sft.fingerprint(one) == sft.fingerprint(upcycle.UpcycleConfig())
+    assert sft.fingerprint(one) != sft.fingerprint(other)
+
+
+def test_a_model_is_made_once_and_looked_for_by_all(model: Path, tmp_path: Path, monkeypatch) -> None:
+    settings = SimpleNamespace(
+        model=SimpleNamespace(model_name_or_path=None), upcycle=upcycle.UpcycleConfig(calibration_tokens=512)
+    )
+    state = SimpleNamespace(is_main_process=True, process_index=0, wait_for_everyone=lambda: None)
+    monkeypatch.setattr(upcycle, "bundled_checkpoint", lambda: model.parent / "dense")
+    made = sft.model_path(settings, tmp_path, state)
+    monkeypatch.setattr(sft, "make_checkpoint", pytest.fail)
+    assert sft.model_path(settings, tmp_path, state) == made
+    other = SimpleNamespace(is_main_process=False, process_index=1, wait_for_everyone=lambda: None)
+    with pytest.raises(FileNotFoundError, match="a disk that all nodes share"):
+        sft.model_path(settings, tmp_path / "elsewhere", other)
+    settings.model.model_name_or_path = "some/model"
+    assert sft.model_path(settings, tmp_path, state) == "some/model"
