@@ -27,6 +27,11 @@ _TOO_LATE = (
     "the trainer instead, SFTTrainer(..., callbacks=[LaerCallback(config)]), or call patch_model before "
     "making the trainer"
 )
+_EXPERTS_NOT_LOADED = (
+    "without FSDP, Transformers' Trainer resumes a MoE model with its experts as they were given, not as in the "
+    "checkpoint (it reports them as missing keys): when you resume, give the trainer "
+    "AutoModelForCausalLM.from_pretrained(checkpoint)"
+)
 
 
 class LaerCallback(TrainerCallback, ExportableState):
@@ -44,9 +49,7 @@ class LaerCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, config: LaerConfig | Mapping[str, Any] | None = None, keep: int = 100_000) -> None:
-        self.config = (
-            LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
-        )
+        self.config = LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
         self.records: deque[LayerRecord] = deque(maxlen=keep)
         self.memory: dict[str, Any] = {}
         self._engine: Engine | None = None
@@ -90,6 +93,8 @@ class LaerCallback(TrainerCallback, ExportableState):
         if self._engine is None:
             raise ValueError(_TOO_LATE)
         check_loader(train_dataloader, PartialState().num_processes)
+        if state.global_step and not self._engine.is_sharded:
+            logger.warning(_EXPERTS_NOT_LOADED)
         memory = _saved(state.stateful_callbacks, type(self).__name__).get("memory", {})
         self._engine.load_state_dict(memory)
 
@@ -128,9 +133,7 @@ class _Window:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = dict.fromkeys(
-            ("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0
-        )
+        self._sums = dict.fromkeys(("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0)
         self._worst = dict.fromkeys(("imbalance_before", "imbalance_after"), 0.0)
 
     def add(self, record: LayerRecord) -> None:

@@ -58,9 +58,7 @@ def test_fp8_experts() -> None:
     experts = model.model.layers[1].mlp.experts
     narrow = experts.gate_up_proj.detach().to(torch.float8_e4m3fn)
     experts.gate_up_proj = nn.Parameter(narrow, requires_grad=False)
-    refused(
-        model, "layers.1.mlp.experts.gate_up_proj", "float8_e4m3fn", "FineGrainedFP8Config(dequantize=True)"
-    )
+    refused(model, "layers.1.mlp.experts.gate_up_proj", "float8_e4m3fn", "FineGrainedFP8Config(dequantize=True)")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=["4bit", "8bit"])
@@ -159,9 +157,7 @@ def test_arguments(tmp_path) -> None:
         return TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **settings)
 
     with pytest.raises(ValueError, match="use_reentrant"):
-        check_arguments(
-            arguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
-        )
+        check_arguments(arguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}))
     with pytest.raises(ValueError, match=r"use_liger_kernel=True.*'swiglu': False"):
         check_arguments(SimpleNamespace(use_liger_kernel=True, liger_kernel_config=None))
     check_arguments(SimpleNamespace(use_liger_kernel=True, liger_kernel_config={"swiglu": False}))
@@ -190,9 +186,7 @@ def test_callback_added_after_init(tmp_path) -> None:
 
 def test_offload_needs_a_cpu_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cuda:nccl")
-    with pytest.raises(
-        ValueError, match=r"cpu_offload.*InitProcessGroupKwargs\(backend='cpu:gloo,cuda:nccl'\)"
-    ):
+    with pytest.raises(ValueError, match=r"cpu_offload.*InitProcessGroupKwargs\(backend='cpu:gloo,cuda:nccl'\)"):
         check_offload_group(torch.device("cuda"))
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     check_offload_group(torch.device("cuda"))
