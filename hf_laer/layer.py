@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_laer import tape
 from hf_laer.comm.routes import Routes
 from hf_laer.comm.tokens import combine, dispatch, return_gates
-from hf_laer.compute.experts import experts_backward, first_product, second_product
+from hf_laer.compute.experts import bias_of, experts_backward, first_product, second_product
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.shard.exchange import SlotTable, start_reshard, unshard
@@ -128,8 +128,11 @@ class MoELayer:
         rows = dispatch(hidden.to(dtype), routes, tokens)
         up = first_product(self.spec, weights, rows[routes.source_row], routes.groups)
         experts_out = second_product(self.spec, weights, up, routes.groups)
-        summed = gather_sum(experts_out, routes.row_places, routes.gates).to(dtype)
-        return combine(summed, routes, tokens).to(hidden.dtype), rows, up
+        bias = bias_of(weights, self.spec.down_bias)
+        summed = gather_sum(
+            experts_out, routes.row_places, dtype, weights=routes.gates, bias=bias, slot=routes.groups.slot
+        )
+        return combine(summed, routes, tokens, hidden.dtype), rows, up
 
     def backward(
         self, run: Run, grad: torch.Tensor, rows: torch.Tensor, up: torch.Tensor | None
@@ -146,7 +149,7 @@ class MoELayer:
             self.spec, weights, inputs, up, routes.gates, grad_rows[routes.source_row], routes.groups, wanted
         )
         self._send_home(run, grads.weights)
-        grad_hidden = combine(gather_sum(grads.rows, routes.row_places).to(dtype), routes, tokens)
+        grad_hidden = combine(gather_sum(grads.rows, routes.row_places, dtype), routes, tokens, dtype)
         return grad_hidden, return_gates(grads.gates, routes, tokens)
 
     def _send_home(self, run: Run, grads: dict[str, torch.Tensor]) -> None:

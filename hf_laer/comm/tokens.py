@@ -14,9 +14,9 @@ def dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> torch.
     return comm.all_to_all(tokens[routes.row_token], routes.send_rows, routes.receive_rows)
 
 
-def combine(rows: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:
-    """The adjoint: ``[R_in, H]`` back to their tokens, summed, float32 ``[T, H]``. Collective over ``comm``."""
-    return gather_sum(comm.all_to_all(rows, routes.receive_rows, routes.send_rows), routes.token_rows)
+def combine(rows: torch.Tensor, routes: Routes, comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
+    """The adjoint: ``[R_in, H]`` back to their tokens, summed in float32, ``[T, H]`` in ``dtype``. Collective."""
+    return gather_sum(comm.all_to_all(rows, routes.receive_rows, routes.send_rows), routes.token_rows, dtype)
 
 
 def return_gates(grad: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:

@@ -30,13 +30,14 @@ class ExpertGradients(NamedTuple):
 
 
 def first_product(spec: ExpertsSpec, weights: Weights, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """``[A, H]`` to the gate's input ``[A, 2I]`` (``[A, I]`` without a gate)."""
-    return _linear(spec, rows, weights[spec.up], _bias(weights, spec.up_bias), groups)
+    """``[A, H]`` to ``[A, 2I]`` (``[A, I]`` without a gate), its bias not yet added."""
+    return rows_times(rows, _forward_view(spec, weights[spec.up]), groups)
 
 
 def second_product(spec: ExpertsSpec, weights: Weights, up: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The gate's input ``[A, 2I]`` to the experts' output ``[A, H]``, not yet weighted."""
-    return _linear(spec, spec.gate(up), weights[spec.down], _bias(weights, spec.down_bias), groups)
+    """The first product to the experts' output ``[A, H]``, neither biased nor weighted yet."""
+    act = spec.gate.forward(up, bias_of(weights, spec.up_bias), groups.slot)
+    return rows_times(act, _forward_view(spec, weights[spec.down]), groups)
 
 
 def experts_backward(
@@ -49,7 +50,7 @@ def experts_backward(
     groups: Groups,
     wanted: frozenset[str],
 ) -> ExpertGradients:
-    """Backward of ``gates * second_product(first_product(rows))``.
+    """Backward of ``gates * (second_product(first_product(rows)) + bias)``.
 
     The gradient of a routing weight is formed from the second product's input, so the experts' output need not be
     kept: ``<g, down(a)> = <down^T(g), a>``.
@@ -59,50 +60,38 @@ def experts_backward(
         weights: Unsharded parameters of the slots.
         rows: ``[A, H]`` input rows.
         up: ``[A, 2I]`` the first product.
-        gates: ``[A]`` routing weights.
+        gates: float32 ``[A]`` routing weights.
         grad_out: ``[A, H]``, the gradient of each row's token, not yet weighted.
         groups: Rows per slot.
         wanted: Names of the parameters whose gradients are needed.
     """
     grad_act = rows_times(grad_out, _backward_view(spec, weights[spec.down]), groups)
-    gate_column = gates.to(rows.dtype).unsqueeze(1)
-    with torch.enable_grad():
-        up_leaf = up.detach().requires_grad_()
-        act = spec.gate(up_leaf)
-        (grad_up,) = torch.autograd.grad(act, up_leaf, grad_act * gate_column)
-    act = act.detach()
-    grad_gates = (grad_act.float() * act.float()).sum(1)
-    if spec.down_bias is not None:
-        bias_rows = _per_row(weights[spec.down_bias], groups)
-        grad_gates += (grad_out.float() * bias_rows.float()).sum(1)
-    grad_rows = rows_times(grad_up, _backward_view(spec, weights[spec.up]), groups)
-    weighted = grad_out * gate_column
+    up_bias, down_bias = bias_of(weights, spec.up_bias), bias_of(weights, spec.down_bias)
+    gate = spec.gate.backward(up, up_bias, groups.slot, grad_act, gates)
+    grad_gates = gate.gates
+    if down_bias is not None:
+        # One product for all slots and a pick, rather than a bias row for each row.
+        grad_gates = grad_gates + (grad_out @ down_bias.t()).float().gather(1, groups.slot.unsqueeze(1)).squeeze(1)
+    grad_rows = rows_times(gate.up, _backward_view(spec, weights[spec.up]), groups)
     grads: Weights = {}
-    for name, left, right in ((spec.up, rows, grad_up), (spec.down, act, weighted)):
+    for name, left, right in ((spec.up, rows, gate.up), (spec.down, gate.weighted_act, grad_out)):
         if name in wanted:
             grads[name] = rows_outer(*((left, right) if spec.is_transposed else (right, left)), groups)
-    for bias, grad in ((spec.up_bias, grad_up), (spec.down_bias, weighted)):
-        if bias is not None and bias in wanted:
-            grads[bias] = group_sums(grad, groups)
+    if spec.up_bias is not None and spec.up_bias in wanted:
+        grads[spec.up_bias] = group_sums(gate.up, groups)
+    if spec.down_bias is not None and spec.down_bias in wanted:
+        grads[spec.down_bias] = group_sums(grad_out, groups, gates)
     return ExpertGradients(grad_rows, grad_gates, grads)
 
 
-def _linear(
-    spec: ExpertsSpec, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: Groups
-) -> torch.Tensor:
-    out = rows_times(rows, weight if spec.is_transposed else weight.transpose(1, 2), groups)
-    return out if bias is None else out.add_(_per_row(bias, groups))
+def bias_of(weights: Weights, name: str | None) -> torch.Tensor | None:
+    """The unsharded bias of that name, if there is one."""
+    return None if name is None else weights[name]
+
+
+def _forward_view(spec: ExpertsSpec, weight: torch.Tensor) -> torch.Tensor:
+    return weight if spec.is_transposed else weight.transpose(1, 2)
 
 
 def _backward_view(spec: ExpertsSpec, weight: torch.Tensor) -> torch.Tensor:
     return weight.transpose(1, 2) if spec.is_transposed else weight
-
-
-def _bias(weights: Weights, name: str | None) -> torch.Tensor | None:
-    return None if name is None else weights[name]
-
-
-def _per_row(bias: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """``[S, n]`` to ``[A, n]``: each row's slot's bias."""
-    counts = torch.tensor(groups.counts, dtype=torch.int64).to(bias.device, non_blocking=True)
-    return bias.repeat_interleave(counts, dim=0, output_size=sum(groups.counts))

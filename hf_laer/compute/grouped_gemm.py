@@ -19,16 +19,19 @@ class Groups:
     Args:
         counts: Rows of each slot; sums to A.
         ends: int32 ``[S]``, cumulative counts on the rows' device.
+        slot: int64 ``[A]``, each row's slot.
     """
 
     counts: list[int]
     ends: torch.Tensor
+    slot: torch.Tensor
 
     @classmethod
     def of(cls, counts: list[int], device: torch.device) -> Groups:
         """Groups with ``counts`` rows each."""
-        ends = torch.tensor(counts, dtype=torch.int64).cumsum(0).to(torch.int32)
-        return cls(counts, ends.to(device, non_blocking=True))
+        sizes = torch.tensor(counts, dtype=torch.int64).to(device, non_blocking=True)
+        slot = torch.arange(len(counts), device=device).repeat_interleave(sizes, output_size=sum(counts))
+        return cls(counts, sizes.cumsum(0).to(torch.int32), slot)
 
 
 def rows_times(rows: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -71,13 +74,21 @@ def rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch
     return out
 
 
-def group_sums(rows: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """The bias gradient: float32 sums of the rows of each slot, ``[A, n]`` to ``[S, n]``."""
-    out = rows.new_zeros(len(groups.counts), rows.shape[1], dtype=torch.float32)
-    for slot, (start, stop) in enumerate(_ranges(groups.counts)):
-        if stop > start:
-            torch.sum(rows[start:stop], dim=0, dtype=torch.float32, out=out[slot])
-    return out
+def group_sums(rows: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """The bias gradient: per slot, the weighted sum of its rows.
+
+    Args:
+        rows: ``[A, n]``.
+        groups: Rows per slot.
+        weights: float32 ``[A]``, or ``None`` for ones.
+
+    Returns:
+        ``[S, n]`` in the rows' dtype, accumulated in float32.
+    """
+    member = rows.new_zeros(len(rows), len(groups.counts))
+    factors = rows.new_ones(len(rows), 1) if weights is None else weights.to(rows.dtype).unsqueeze(1)
+    # A product with a membership matrix: one kernel for all slots, always in the same order.
+    return member.scatter_(1, groups.slot.unsqueeze(1), factors).t() @ rows
 
 
 def _ranges(counts: list[int]) -> list[tuple[int, int]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_laer.compute.kernels import usable
+
 
 def places(index: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
     """Inverts a many-to-one index.
@@ -25,25 +27,42 @@ def places(index: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
     return table
 
 
-def gather_sum(values: torch.Tensor, table: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+def gather_sum(
+    values: torch.Tensor,
+    table: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    weights: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    slot: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sums for each row the values at its places, in float32 and in a fixed order.
 
     Args:
         values: ``[M, H]``.
         table: int64 ``[R, width]`` of positions in ``values``; -1 for none.
-        weights: ``[M]``, a factor for each value, or ``None``.
+        out_dtype: Dtype of the result.
+        weights: float32 ``[M]``, a factor for each value, or ``None``.
+        bias: ``[S, H]``, added to each value before its factor, or ``None``.
+        slot: int64 ``[M]``, each value's row of ``bias``.
 
     Returns:
-        float32 ``[R, H]``.
+        ``[R, H]`` in ``out_dtype``.
     """
+    if usable(values):
+        from hf_laer.compute.kernels.rows import gather_sum as kernel
+
+        return kernel(values, table, out_dtype, weights, bias, slot)
     total = values.new_zeros(table.shape[0], values.shape[1], dtype=torch.float32)
     if len(values) == 0:
-        return total
+        return total.to(out_dtype)
     for column in table.unbind(1):
         there = column.clamp(min=0)
         part = values[there].float()
+        if bias is not None and slot is not None:
+            part += bias[slot[there]].float()
         if weights is not None:
-            part.mul_(weights[there].float().unsqueeze(1))
+            part.mul_(weights[there].unsqueeze(1))
         # Not a product with zero: an infinity that belongs to another row must not become NaN here.
         total.add_(part.masked_fill_((column < 0).unsqueeze(1), 0.0))
-    return total
+    return total.to(out_dtype)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from hf_laer.compute.gate import Gate
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class ExpertsSpec:
         down: Name of the second product's weight.
         up_bias: Name of the first product's bias ``[E, out]``, or ``None``.
         down_bias: Name of the second product's bias ``[E, H]``, or ``None``.
-        gate: From the first product ``[A, out]`` to the second's input ``[A, I]``; differentiable, row by row.
+        gate: From the first product ``[A, out]`` to the second's input ``[A, I]``, row by row.
     """
 
     num_experts: int
@@ -30,7 +29,7 @@ class ExpertsSpec:
     down: str
     up_bias: str | None
     down_bias: str | None
-    gate: Callable[[torch.Tensor], torch.Tensor]
+    gate: Gate
 
     @property
     def names(self) -> tuple[str, ...]:

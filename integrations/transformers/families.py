@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hf_laer.compute.gate import Gate, recognize
 from hf_laer.compute.spec import ExpertsSpec
 
 
@@ -46,8 +47,16 @@ def spec_of(name: str, module: nn.Module) -> ExpertsSpec:
         down="down_proj",
         up_bias=biases[0],
         down_bias=biases[1],
-        gate=_late(module, "_apply_gate" if module.has_gate else "act_fn"),
+        gate=_gate(module),
     )
+
+
+def _gate(module: nn.Module) -> Gate:
+    """The module's gate, with the kernels' equivalent where it has one."""
+    if not module.has_gate:
+        return Gate(_late(module, "act_fn"))
+    function = _late(module, "_apply_gate")
+    return Gate(function, recognize(function, getattr(module, "alpha", 1.0), getattr(module, "limit", 0.0)))
 
 
 def _late(module: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,0 +1,15 @@
+"""Triton kernels, each the fast form of a plain PyTorch reference in :mod:`hf_laer.compute`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels run on the tensor's device."""
+    return tensor.is_cuda and _HAS_TRITON
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None

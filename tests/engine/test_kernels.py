@@ -1,0 +1,74 @@
+"""Each Triton kernel against its PyTorch reference, on the CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_laer.compute.gate import FusedGate, Gate, recognize
+from hf_laer.compute.rows import gather_sum, places
+
+GATES = (FusedGate(False, False), FusedGate(True, False), FusedGate(True, True, 1.702, 7.0))
+
+
+def check_gates() -> None:
+    """Forward and backward, with and without bias, sizes that divide nothing, values on both sides of the clamp."""
+    from hf_laer.compute.kernels.gate import gate_backward, gate_forward
+
+    torch.manual_seed(0)
+    slot = torch.tensor([0, 0, 0, 2, 2])
+    for fused in GATES:
+        gate = Gate(fused.reference)
+        for bias in (None, torch.randn(3, 50)):
+            up, grad, gates = torch.randn(5, 50) * 6, torch.randn(5, 25), torch.rand(5)
+            torch.testing.assert_close(gate_forward(up, bias, slot, **vars(fused)), gate.forward(up, bias, slot))
+            got = gate_backward(up, bias, slot, grad, gates, **vars(fused))
+            for ours, theirs in zip(got, gate.backward(up, bias, slot, grad, gates), strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def check_rows() -> None:
+    """Rows with all, some and none of their places; weights and bias on and off; no rows at all."""
+    from hf_laer.compute.kernels.rows import gather_sum as kernel
+
+    torch.manual_seed(0)
+    index = torch.tensor([3, 0, 3, 1, 3, 1])
+    table, values = places(index, 5, 3), torch.randn(6, 37)
+    weights, bias, slot = torch.rand(6), torch.randn(2, 37), torch.tensor([0, 0, 1, 1, 1, 1])
+    for w in (None, weights):
+        for b in (None, bias):
+            want = gather_sum(values, table, torch.float32, weights=w, bias=b, slot=slot)
+            torch.testing.assert_close(kernel(values, table, torch.float32, w, b, slot), want)
+    assert kernel(values, table[:0], torch.float32, None, None, None).shape == (0, 37)
+
+
+@pytest.mark.parametrize("check", ["check_gates", "check_rows"])
+def test_kernel_equals_reference(check: str) -> None:
+    pytest.importorskip("triton")
+    # The interpreter is chosen when a kernel is made, so it needs a process of its own.
+    code = f"from tests.engine.test_kernels import {check}; {check}()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_gates_are_recognized_by_their_values(gate: FusedGate) -> None:
+    assert recognize(gate.reference, gate.alpha, gate.limit) == gate
+
+
+def test_other_gates_are_not_recognized() -> None:
+    assert recognize(lambda up: torch.nn.functional.gelu(up[:, :12]) * up[:, 12:], 1.0, 0.0) is None
+    assert recognize(lambda up: up, 1.0, 0.0) is None
+
+
+def test_places_and_sum_are_adjoint() -> None:
+    torch.manual_seed(0)
+    index = torch.randint(0, 9, (40,))
+    values = torch.randn(40, 5)
+    want = torch.zeros(9, 5).index_add_(0, index, values)
+    torch.testing.assert_close(gather_sum(values, places(index, 9, 12), torch.float32), want)
