@@ -1,7 +1,7 @@
 """SFT of a Hugging Face Mixture-of-Experts model: TRL's SFTTrainer, Accelerate's FSDP2, experts in parallel
 by hf_laer.
 
-    accelerate launch --config_file recipes/accelerate/cpu2.yaml recipes/sft.py --config
+    accelerate launch --config_file recipes/accelerate/cpu_2processes.yaml recipes/sft.py --config
     recipes/smollm2_moe.yaml
 
 Without ``--model_name_or_path`` it trains a MoE made on the spot from a small dense model, and without

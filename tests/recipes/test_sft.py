@@ -39,7 +39,7 @@ def run(command: list[str]) -> str:
 @pytest.mark.slow
 def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    command = [*LAUNCH, "--config_file", str(RECIPES / "accelerate" / "cpu2.yaml"), str(RECIPES / "sft.py")]
+    command = [*LAUNCH, "--config_file", str(RECIPES / "accelerate" / "cpu_2processes.yaml"), str(RECIPES / "sft.py")]
     command += ["--config", str(RECIPES / "smollm2_moe.yaml"), "--output_dir", str(output)]
     command += ["--model_name_or_path", str(model), "--max_steps", "3", "--rows_per_domain", "16"]
     text = run(command)
