@@ -49,6 +49,9 @@ def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> Non
     assert len(layers) == 3
     assert sum(layer["spilled"] for layer in layers) > 0
     assert all(layer["batches"] == 3 for layer in layers)
+    # A gain that no static layout would have shown.
+    planned, static = (sum(layer[name] for layer in layers) for name in ("after_mean", "static_mean"))
+    assert planned < static
     assert (output / "expert_load.png").stat().st_size > 10_000
     assert not list(output.glob("*.tmp"))
     answered = run([sys.executable, str(RECIPES / "generate.py"), str(output / "final"), "--max_new_tokens", "4"])
