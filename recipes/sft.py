@@ -120,7 +120,11 @@ def model_path(settings: Settings, folder: Path, state: PartialState) -> str:
     if state.is_main_process and not output.exists():
         folder.mkdir(parents=True, exist_ok=True)
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        # The others wait: their cores are free meanwhile.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or threads)
         make_checkpoint(None, output, settings.upcycle, device=device)
+        torch.set_num_threads(threads)
     state.wait_for_everyone()
     if not output.exists():
         raise FileNotFoundError(
