@@ -80,7 +80,12 @@ class Gate:
         return self.function(_biased(up, bias, slot))
 
     def backward(
-        self, up: torch.Tensor, bias: torch.Tensor | None, slot: torch.Tensor, grad_act: torch.Tensor, gates: torch.Tensor
+        self,
+        up: torch.Tensor,
+        bias: torch.Tensor | None,
+        slot: torch.Tensor,
+        grad_act: torch.Tensor,
+        gates: torch.Tensor,
     ) -> GateGradients:
         """See :class:`GateGradients`; ``grad_act`` ``[A, I]`` is not yet weighted, ``gates`` is float32 ``[A]``."""
         if self.fused is not None and usable(up):

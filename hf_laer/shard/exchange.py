@@ -7,8 +7,10 @@ q's slots that p has; everything for one pair is packed into one message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,34 +21,71 @@ from hf_laer.shard.slots import SlotPool
 SlotTable = Sequence[Sequence[int]]
 
 
+class Run(NamedTuple):
+    """Experts that are consecutive both in a home's block and in a rank's slots.
+
+    Args:
+        expert: The first one's position in the block.
+        slot: Its slot.
+        at: Its position among all that travel.
+        count: How many.
+    """
+
+    expert: int
+    slot: int
+    at: int
+    count: int
+
+
 @dataclass(frozen=True)
 class Piece:
     """What travels of one parameter between a home and a rank's slots.
 
     Args:
-        experts: Positions in the home's block.
-        slots: Positions in the rank's slots, matching ``experts``.
+        runs: The experts.
         rows: The home's rows.
-        shape: ``(len(experts), len(rows), …)``.
+        shape: ``(experts, len(rows), …)``.
     """
 
-    experts: list[int]
-    slots: list[int]
+    runs: list[Run]
     rows: range
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
         """Elements that travel."""
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
+
+    def of_home(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a home's block, run by run."""
+        return [block[run.expert : run.expert + run.count] for run in self.runs]
+
+    def of_slots(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a rank's slots, run by run."""
+        rows = slice(self.rows.start, self.rows.stop)
+        return [slots[run.slot : run.slot + run.count, rows] for run in self.runs]
+
+    def of_message(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Views of what travels, ``[numel]``, run by run."""
+        whole = message.view(self.shape)
+        return [whole[run.at : run.at + run.count] for run in self.runs]
 
 
 def piece(layout: Layout, home: int, held: Sequence[int]) -> Piece:
     """The piece between the home on rank ``home`` and slots that hold the experts ``held``."""
-    owned = layout.experts[home]
-    pairs = [(expert - owned.start, slot) for slot, expert in enumerate(held) if expert in owned]
-    rows = layout.rows[home]
-    return Piece([e for e, _ in pairs], [s for _, s in pairs], rows, (len(pairs), len(rows), *layout.shape[2:]))
+    owned, rows = layout.experts[home], layout.rows[home]
+    runs: list[Run] = []
+    count = 0
+    for slot, expert in enumerate(held):
+        if expert not in owned:
+            continue
+        position, last = expert - owned.start, runs[-1] if runs else None
+        if last and last.expert + last.count == position and last.slot + last.count == slot:
+            runs[-1] = last._replace(count=last.count + 1)
+        else:
+            runs.append(Run(position, slot, count, 1))
+        count += 1
+    return Piece(runs if len(rows) else [], rows, (count, len(rows), *layout.shape[2:]))
 
 
 def is_local(homes: dict[str, Home], table: SlotTable) -> bool:
@@ -80,77 +119,80 @@ def unshard(
     Returns:
         Name to ``[S, D, …]``.
     """
-    me = comm.rank
+    me, local = comm.rank, is_local(homes, table)
     blocks = {name: home.local.to(device, dtype, non_blocking=True) for name, home in homes.items()}
-    if is_local(homes, table) and all(list(table[me]) == list(h.layout.experts[me]) for h in homes.values()):
+    if local and all(list(table[me]) == list(home.layout.experts[me]) for home in homes.values()):
         return blocks
     slots = {
         name: pool.take(name, (len(table[me]), *home.layout.shape[1:]), dtype, device) for name, home in homes.items()
     }
     for name, home in homes.items():
-        _place(slots[name], piece(home.layout, me, table[me]), blocks[name], pick=True)
-    if not is_local(homes, table):
-        _fetch(homes, blocks, slots, table, comm)
+        own = piece(home.layout, me, table[me])
+        _copy(own.of_slots(slots[name]), own.of_home(blocks[name]))
+    if not local:
+        leaving = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
+        coming = [[(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in range(comm.size)]
+        message = _pack(leaving, me, blocks, Piece.of_home, dtype)
+        arrived = comm.all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
+        for name, p, part in _unpack(coming, me, arrived):
+            _copy(p.of_slots(slots[name]), part)
     return slots
-
-
-def _fetch(
-    homes: dict[str, Home],
-    blocks: dict[str, torch.Tensor],
-    slots: dict[str, torch.Tensor],
-    table: SlotTable,
-    comm: Communicator,
-) -> None:
-    me, others = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
-    leaving = {q: [(name, piece(home.layout, me, table[q])) for name, home in homes.items()] for q in others}
-    coming = {p: [(name, piece(home.layout, p, table[me])) for name, home in homes.items()] for p in others}
-    parts = [blocks[name][p.experts].reshape(-1) for q in others for name, p in leaving[q]]
-    packed = torch.cat(parts)
-    arrived = comm.all_to_all(packed, _sizes(leaving, comm.size), _sizes(coming, comm.size))
-    at = 0
-    for rank in others:
-        for name, p in coming[rank]:
-            _place(slots[name], p, arrived[at : at + p.numel].view(p.shape), pick=False)
-            at += p.numel
-
-
-def _place(slots: torch.Tensor, p: Piece, block: torch.Tensor, pick: bool) -> None:
-    """Writes a home's rows of the experts into their slots."""
-    if p.numel:
-        slots[p.slots, p.rows.start : p.rows.stop] = block[p.experts] if pick else block
 
 
 @dataclass
 class Reshard:
-    """Weight gradients on their way home; :meth:`finish` adds them into the parameters' ``.grad``."""
+    """Weight gradients on their way home; :meth:`finish` adds them into the parameters' ``.grad``.
+
+    Args:
+        homes: The trained parameters by name.
+        grads: Name to ``[S, D, …]``, the gradients of this rank's slots.
+        table: Per rank of ``comm``, the experts in its slots.
+        comm: The ranks over which the homes are sharded.
+        replicas: Ranks that hold the same blocks (HSDP).
+        pending: What arrives from other ranks, if anything travels.
+    """
 
     homes: dict[str, Home]
+    grads: dict[str, torch.Tensor]
     table: SlotTable
     comm: Communicator
     replicas: Communicator
-    divisor: int
-    blocks: dict[str, torch.Tensor]
     pending: Pending | None
 
     def finish(self) -> None:
-        """Sums what arrives in float32, in the order of ranks, averages once, and accumulates."""
-        if self.pending is not None:
-            arrived, at = self.pending.wait(), 0
-            for rank in range(self.comm.size):
-                if rank == self.comm.rank:
-                    continue
-                for name, home in self.homes.items():
-                    p = piece(home.layout, self.comm.rank, self.table[rank])
-                    self._add(name, p.experts, arrived[at : at + p.numel].view(p.shape))
-                    at += p.numel
+        """Sums in float32, this rank's part first, then in the order of ranks; averages once; accumulates."""
+        me = self.comm.rank
+        parts: dict[str, list[Part]] = {}
         for name, home in self.homes.items():
-            block = self.replicas.all_reduce(self.blocks.pop(name))
-            home.accumulate(block.div_(self.divisor))
+            own = piece(home.layout, me, self.table[me])
+            parts[name] = list(zip(own.runs, own.of_slots(self.grads.pop(name)), strict=True))
+        if self.pending is not None:
+            coming = [[(n, piece(h.layout, me, held)) for n, h in self.homes.items()] for held in self.table]
+            for name, p, views in _unpack(coming, me, self.pending.wait()):
+                parts[name] += zip(p.runs, views, strict=True)
+        scale = 1.0 / (self.comm.size * self.replicas.size)
+        for name, home in self.homes.items():
+            self._accumulate(home, parts.pop(name), scale)
 
-    def _add(self, name: str, experts: list[int], part: torch.Tensor) -> None:
-        if part.numel():
-            # An expert sits on a rank at most once, so no index repeats and the sum is deterministic.
-            self.blocks[name][experts] += part
+    def _accumulate(self, home: Home, parts: list[Part], scale: float) -> None:
+        shape = home.layout.block_shape(self.comm.rank)
+        if len(parts) == 1 and self.replicas.size == 1 and parts[0][1].shape == shape:
+            # The usual case of whole experts at home: no sum, no copy.
+            home.accumulate(parts[0][1], scale)
+            return
+        device = self.device_of(home, parts)
+        total = torch.zeros(shape, dtype=torch.float32, device=device)
+        for run, part in parts:
+            total[run.expert : run.expert + run.count] += part
+        home.accumulate(self.replicas.all_reduce(total), scale)
+
+    @staticmethod
+    def device_of(home: Home, parts: list[Part]) -> torch.device:
+        """Where the sum is made: where the parts are, else where the home is."""
+        return parts[0][1].device if parts else home.local.device
+
+
+Part = tuple[Run, torch.Tensor]
 
 
 def start_reshard(
@@ -161,35 +203,47 @@ def start_reshard(
     replicas: Communicator,
     dtype: torch.dtype,
 ) -> Reshard:
-    """Sends the gradients of this rank's slots home.
-
-    Args:
-        homes: The trained parameters by name.
-        grads: Name to ``[S, D, …]``, the gradients of this rank's slots.
-        table: Per rank of ``comm``, the experts in its slots.
-        comm: The ranks over which the homes are sharded.
-        replicas: Ranks that hold the same blocks (HSDP).
-        dtype: Dtype in which gradients travel.
-    """
-    me, others = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
-    pending = None
+    """Sends the gradients of this rank's slots home, in ``dtype``; for the rest see :class:`Reshard`."""
+    me, pending = comm.rank, None
     if not is_local(homes, table):
-        leaving = {p: [(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in others}
-        coming = {q: [(name, piece(h.layout, me, table[q])) for name, h in homes.items()] for q in others}
-        parts = [
-            grads[name][p.slots, p.rows.start : p.rows.stop].to(dtype).reshape(-1)
-            for rank in others
-            for name, p in leaving[rank]
-        ]
-        pending = comm.start_all_to_all(torch.cat(parts), _sizes(leaving, comm.size), _sizes(coming, comm.size))
-    blocks = {}
-    for name, home in homes.items():
-        p = piece(home.layout, me, table[me])
-        blocks[name] = grads[name].new_zeros(home.layout.block_shape(me), dtype=torch.float32)
-        if p.numel:
-            blocks[name][p.experts] = grads[name][p.slots, p.rows.start : p.rows.stop].float()
-    return Reshard(homes, table, comm, replicas, comm.size * replicas.size, blocks, pending)
+        leaving = [[(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in range(comm.size)]
+        coming = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
+        message = _pack(leaving, me, grads, Piece.of_slots, dtype)
+        pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
+    return Reshard(homes, grads, table, comm, replicas, pending)
 
 
-def _sizes(pieces: dict[int, list[tuple[str, Piece]]], ranks: int) -> list[int]:
-    return [sum(p.numel for _, p in pieces.get(rank, ())) for rank in range(ranks)]
+Pieces = list[list[tuple[str, Piece]]]
+
+
+def _pack(
+    pieces: Pieces,
+    me: int,
+    tensors: dict[str, torch.Tensor],
+    view: Callable[[Piece, torch.Tensor], list[torch.Tensor]],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One message to every other rank, one after the other: ``[elements]``."""
+    device = next(iter(tensors.values())).device
+    message = torch.empty(sum(_sizes(pieces, me)), dtype=dtype, device=device)
+    for name, p, part in _unpack(pieces, me, message):
+        _copy(part, view(p, tensors[name]))
+    return message
+
+
+def _unpack(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[str, Piece, list[torch.Tensor]]]:
+    """The views of a message from or to every other rank, by name and piece."""
+    at = 0
+    for rank, of_rank in enumerate(pieces):
+        for name, p in of_rank if rank != me else ():
+            yield name, p, p.of_message(message[at : at + p.numel])
+            at += p.numel
+
+
+def _copy(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
+    for target, source in zip(into, out_of, strict=True):
+        target.copy_(source)
+
+
+def _sizes(pieces: Pieces, me: int) -> list[int]:
+    return [0 if rank == me else sum(p.numel for _, p in of_rank) for rank, of_rank in enumerate(pieces)]

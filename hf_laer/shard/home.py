@@ -69,19 +69,24 @@ class Home:
         data = self.parameter.detach()
         return data.to_local() if isinstance(data, DTensor) else data
 
-    def accumulate(self, block: torch.Tensor) -> None:
+    def accumulate(self, block: torch.Tensor, scale: float) -> None:
         """Adds this rank's block of the gradient into ``.grad``, then runs the parameter's post-accumulate hooks.
 
         Args:
-            block: float32, the shape of :attr:`local`.
+            block: The shape of :attr:`local`; the caller has no more use for it.
+            scale: Its factor.
         """
         parameter = self.parameter
-        block = block.to(device=self.local.device, dtype=parameter.dtype)
-        if parameter.grad is None:
-            parameter.grad = self._wrap(block)
-        else:
+        block = block.to(self.local.device)
+        if parameter.grad is not None:
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            local.add_(block)
+            local.add_(block, alpha=scale)
+        elif block.dtype == parameter.dtype and block.untyped_storage().nbytes() == block.nbytes:
+            parameter.grad = self._wrap(block.mul_(scale))
+        else:
+            # A factor with a dimension, so that the product is formed in float32, in one pass.
+            factor = torch.full((1,), scale, dtype=torch.float32, device=block.device)
+            parameter.grad = self._wrap((block * factor).to(parameter.dtype))
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(parameter)
 
