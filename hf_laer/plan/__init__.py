@@ -1,8 +1,9 @@
 """Planners: pure functions from loads to plans. Numpy in, frozen dataclasses out; no torch."""
 
-from .cost import CostModel, balanced_ideal, cheaper, lower_bound, predict
+from .cost import CostModel, balanced_ideal, lower_bound, predict
 from .eplb import eplb, eplb_placement, lplb
 from .fixed import ep, fsdp, fsdp_ep
+from .guard import no_worse_than_ep
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .owners import chunk_owners
@@ -29,7 +30,6 @@ __all__ = [
     "Topology",
     "Traffic",
     "balanced_ideal",
-    "cheaper",
     "chunk_owners",
     "compile_kernels",
     "ep",
@@ -53,6 +53,7 @@ __all__ = [
     "llep",
     "lower_bound",
     "lplb",
+    "no_worse_than_ep",
     "planner_summary",
     "predict",
     "prophet",

@@ -157,17 +157,6 @@ def predict(
     return replace(plan, predicted=prediction)
 
 
-def cheaper(plan: Plan, other: Plan) -> Plan:
-    """The plan that is predicted to take less time, the first of equals.
-
-    Raises:
-        ValueError: One carries no prediction.
-    """
-    if plan.predicted is None or other.predicted is None:
-        raise ValueError("both plans need a prediction: call predict first")
-    return plan if plan.predicted.seconds <= other.predicted.seconds else other
-
-
 def compute_seconds(plan: Plan, cost: CostModel) -> np.ndarray:
     """float64 ``[N]``: forward time of each rank's products, small groups being slow."""
     slots = plan.placement.slots
@@ -298,9 +287,7 @@ def _link_seconds(received: np.ndarray, given: np.ndarray, far: np.ndarray, cost
 
 def peak_bytes(plan: Plan, rows: Traffic, cost: CostModel) -> np.ndarray:
     """float64 ``[N]``: unsharded weights, their gradients, received rows and the products' activations."""
-    held = (
-        (plan.placement.slots != EMPTY).sum(axis=1) * float(cost.expert_bytes) * (2 if cost.training else 1)
-    )
+    held = (plan.placement.slots != EMPTY).sum(axis=1) * float(cost.expert_bytes) * (2 if cost.training else 1)
     tokens = plan.rank_loads
     if cost.max_rows_per_rank is not None:
         tokens = np.minimum(tokens, cost.max_rows_per_rank)
@@ -332,9 +319,7 @@ def balanced_ideal(loads: np.ndarray, cost: CostModel) -> Prediction:
     per_token = ((3 if cost.gated else 2) * cost.intermediate + cost.hidden) * cost.value_bytes
     peak = held + 2 * rows * ranks * row_bytes + total / ranks * per_token
     compute = work * cost.computes
-    return Prediction(
-        compute + exchange, compute, exchange, 0.0, 0.0, moved, moved.copy(), np.full(ranks, peak), 0
-    )
+    return Prediction(compute + exchange, compute, exchange, 0.0, 0.0, moved, moved.copy(), np.full(ranks, peak), 0)
 
 
 def lower_bound(loads: np.ndarray, cost: CostModel) -> Prediction:

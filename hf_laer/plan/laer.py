@@ -50,9 +50,7 @@ def laer_placement(
     loads = check_history(loads, num_ranks)
     check_room(loads.shape[1], num_ranks, slots_per_rank)
     if candidates < 1 or remote_permille < 0:
-        raise ValueError(
-            f"need candidates >= 1 and remote_permille >= 0, got {candidates} and {remote_permille}"
-        )
+        raise ValueError(f"need candidates >= 1 and remote_permille >= 0, got {candidates} and {remote_permille}")
     if not 0 <= hedge_permille <= 1000:
         raise ValueError(f"hedge_permille={hedge_permille} must lie in 0..1000")
     if hedge_permille:
@@ -60,9 +58,7 @@ def laer_placement(
     slots = min(int(slots_per_rank), loads.shape[1])
     width = node_width(ranks_per_node, num_ranks)
     load = loads.sum(axis=0)
-    return Placement(
-        _cheapest(loads, load, int(num_ranks), slots, width, int(candidates), int(remote_permille))
-    )
+    return Placement(_cheapest(loads, load, int(num_ranks), slots, width, int(candidates), int(remote_permille)))
 
 
 def fsep_placement(
@@ -78,9 +74,7 @@ def fsep_placement(
     return laer_placement(loads, num_ranks, slots_per_rank, ranks_per_node, candidates=1, hedge_permille=250)
 
 
-def initial_placement(
-    num_experts: int, num_ranks: int, slots: int, ranks_per_node: int | None = None
-) -> Placement:
+def initial_placement(num_experts: int, num_ranks: int, slots: int, ranks_per_node: int | None = None) -> Placement:
     """A placement before any load is known: copies as equal as can be, dealt over nodes and ranks.
 
     Where ``slots`` is just ``ceil(E / N)`` each expert is placed once and the slots left over stay empty (30

@@ -16,8 +16,9 @@ import math
 import numpy as np
 
 from ._jit import kernel
-from .cost import CostModel, cheaper, predict
+from .cost import CostModel, predict
 from .fixed import ep
+from .guard import no_worse_than_ep
 from .owners import owner_slots
 from .types import Placement, Plan, Split
 from .validate import check_loads, check_owners, node_width
@@ -79,7 +80,7 @@ def llep(
     chunks = _spill(totals, native, owners, capacity, min(int(min_tokens_per_gemm), max(total, 1)), width)
     slots, *parts = _assemble(totals, owners, ranks, *chunks)
     plan = Plan(Placement(slots), Split(*parts), spilled=int(chunks[2].sum()))
-    return plan if cost is None else cheaper(predict(plan, loads, cost, home="whole", owners=owners), plain)
+    return plan if cost is None else no_worse_than_ep(plan, loads, owners, cost, home="whole")
 
 
 @kernel

@@ -19,9 +19,7 @@ def chunk_owners(num_experts: int, num_ranks: int) -> np.ndarray:
         ValueError: Fewer than one expert or rank.
     """
     if num_experts < 1 or num_ranks < 1:
-        raise ValueError(
-            f"need at least one expert and one rank, got {num_experts} experts on {num_ranks} ranks"
-        )
+        raise ValueError(f"need at least one expert and one rank, got {num_experts} experts on {num_ranks} ranks")
     return np.arange(num_experts, dtype=np.int64) // -(-num_experts // num_ranks)
 
 

@@ -27,9 +27,7 @@ def place_copies(load: np.ndarray, copies: np.ndarray, ranks: int, slots: int, w
     table = np.full((ranks, slots), EMPTY, np.int64)
     used = np.zeros(ranks, np.int64)
     held = np.zeros(ranks, np.int64)
-    newest = np.full(
-        ranks, EMPTY, np.int64
-    )  # an expert's copies are placed in one go: this tells who holds it
+    newest = np.full(ranks, EMPTY, np.int64)  # an expert's copies are placed in one go: this tells who holds it
     nodes = -(-ranks // width)
     best = np.empty(nodes, np.int64)
     for node in range(nodes):
@@ -43,7 +41,7 @@ def place_copies(load: np.ndarray, copies: np.ndarray, ranks: int, slots: int, w
                 open_nodes = open_nodes[np.argsort(held[best[open_nodes]], kind="mergesort")[:left]]
             for place in open_nodes:
                 _put(table, used, held, newest, unit, best[place], expert)
-                best[place] = _least_loaded(place, width, slots, used, held, newest, expert)
+                best[place] = _least_loaded(int(place), width, slots, used, held, newest, expert)
             if len(open_nodes) == 0:
                 rank = _make_room(table, used, held, newest, unit, expert)
                 _put(table, used, held, newest, unit, rank, expert)

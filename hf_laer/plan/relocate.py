@@ -40,9 +40,7 @@ def smartmoe(loads: np.ndarray, owners: np.ndarray) -> Plan:
     return ep(loads, owners)
 
 
-def flexmoe_placement(
-    loads: np.ndarray, placement: Placement, *, rounds: int = 10, move_tokens: int = 0
-) -> Placement:
+def flexmoe_placement(loads: np.ndarray, placement: Placement, *, rounds: int = 10, move_tokens: int = 0) -> Placement:
     """FlexMoE's adjustment (SIGMOD'23, arXiv 2304.03946): copies move from cold experts to hot ones, few a
     step.
 

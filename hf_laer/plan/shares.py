@@ -42,9 +42,7 @@ def laer(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = N
     """
     loads, slots = _checked(loads, placement)
     first, rank, slot, _ = index_replicas(slots, loads.shape[1])
-    return Plan(
-        placement, Split(*_node_shares(loads, first, rank, slot, node_width(ranks_per_node, len(loads))))
-    )
+    return Plan(placement, Split(*_node_shares(loads, first, rank, slot, node_width(ranks_per_node, len(loads)))))
 
 
 def own_copy_first(loads: np.ndarray, placement: Placement, owners: np.ndarray) -> Plan:

@@ -12,9 +12,9 @@ import math
 import numpy as np
 
 from ._jit import kernel
-from .split import exact_split
+from .split import level_quotas, stream_ranges
 from .types import EMPTY, Placement, Plan, Split
-from .validate import check_loads, node_width
+from .validate import check_loads, check_placement, node_width
 
 
 def fsep_llep(
@@ -44,25 +44,24 @@ def fsep_llep(
         ValueError: As :func:`exact_split`, or a capacity factor or m below 1.
     """
     if not (math.isfinite(capacity_factor) and capacity_factor >= 1) or min_tokens_per_gemm < 1:
-        raise ValueError(
-            f"capacity_factor={capacity_factor} and min_tokens_per_gemm={min_tokens_per_gemm}: at least 1"
-        )
+        raise ValueError(f"capacity_factor={capacity_factor} and min_tokens_per_gemm={min_tokens_per_gemm}: at least 1")
     loads = check_loads(loads)
-    split = exact_split(loads, placement, ranks_per_node)
+    slots = check_placement(placement, *loads.shape)
+    width = node_width(ranks_per_node, len(loads))
     ranks, total = len(loads), int(loads.sum())
     above, below = float(capacity_factor).as_integer_ratio()
     capacity = min(-(-above * total // (below * ranks)), total)
-    held = split.rank_loads(ranks)
+    first, rank, slot, quota = level_quotas(loads, slots, width, 0, capacity)
+    held = np.zeros(ranks, np.int64)
+    np.add.at(held, rank, quota)
     least = min(int(min_tokens_per_gemm), max(total, 1))
     if int(held.max()) < capacity + least:
-        return Plan(placement, split)
-    slots = np.ascontiguousarray(placement.slots, np.int64)
-    width = node_width(ranks_per_node, ranks)
-    quota = split.quotas()
-    expert_of = np.repeat(np.arange(loads.shape[1]), np.diff(split.first))
-    moved = _spill(slots, expert_of, split.rank, quota, held, capacity, least, width)
-    table, *parts, spilled = _merge(slots, loads.shape[1], expert_of, split.rank, split.slot, quota, *moved)
-    return Plan(Placement(table), Split(*parts), spilled=int(spilled))
+        return Plan(placement, Split(*stream_ranges(loads, first, rank, slot, quota, width)))
+    expert_of = np.repeat(np.arange(loads.shape[1]), np.diff(first))
+    moved = _spill(slots, expert_of, rank, quota, held, capacity, least, width)
+    table, first, rank, slot, quota, spilled = _merge(slots, loads.shape[1], expert_of, rank, slot, quota, *moved)
+    split = Split(*stream_ranges(loads, first, rank, slot, quota, width))
+    return Plan(Placement(table), split, spilled=int(spilled))
 
 
 @kernel
@@ -135,7 +134,7 @@ def _merge(
     chunk_rank: np.ndarray,
     chunk_tokens: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Slot table with the spilled experts, first, rank, slot, end, and the tokens in unforeseen slots."""
+    """Slot table with the spilled experts, first, rank, slot, quota, and the tokens in unforeseen slots."""
     ranks = slots.shape[0]
     tokens = np.zeros((ranks, experts), np.int64)
     slot_of = np.full((ranks, experts), EMPTY, np.int64)
@@ -157,15 +156,14 @@ def _merge(
     replicas = used.sum()
     first = np.zeros(experts + 1, np.int64)
     new_rank, new_slot = np.empty(replicas, np.int64), np.empty(replicas, np.int64)
-    end = np.empty(replicas, np.int64)
+    new_quota = np.empty(replicas, np.int64)
     at = 0
     for expert in range(experts):
-        begin = 0
         for holder in range(ranks):
             if slot_of[holder, expert] != EMPTY:
                 table[holder, slot_of[holder, expert]] = expert
-                begin += tokens[holder, expert]
-                new_rank[at], new_slot[at], end[at] = holder, slot_of[holder, expert], begin
+                new_rank[at], new_slot[at] = holder, slot_of[holder, expert]
+                new_quota[at] = tokens[holder, expert]
                 at += 1
         first[expert + 1] = at
-    return table, first, new_rank, new_slot, end, spilled
+    return table, first, new_rank, new_slot, new_quota, spilled

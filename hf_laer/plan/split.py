@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 
 from ._jit import kernel
+from .least_traffic import level_cheaply
+from .ranges import node_ranges
 from .types import Placement, Plan, Split
 from .validate import check_loads, check_placement, node_width
 
 
-def exact_split(
-    loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None, *, slack: int = 0
-) -> Split:
+def exact_split(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None, *, slack: int = 0) -> Split:
     """Splits each expert's tokens over its replicas: lowest possible maximum first, then little traffic.
 
     The idea of splitting this step's tokens over a stale placement is ours; LPLB (deepseek-ai) does it by a
@@ -26,14 +26,15 @@ def exact_split(
 
     Args:
         loads: int64 ``[N, E]``, tokens per source rank and expert.
-        placement: Slot table ``[N, S]``; each filled slot becomes one replica, also if it gets no token.
+        placement: Slot table ``[N, S]``.
         ranks_per_node: Consecutive ranks that share a node; ``None`` means one node.
         slack: Tokens by which the most loaded rank may exceed the optimum, to leave more where they are.
 
     Returns:
-        The split, replicas of each expert in rank order. The most loaded rank has the least load that this
-        placement allows, plus at most ``slack``. Tokens stay on their rank, then on their node, as far as
-        that leaves them free.
+        The split. The most loaded rank has the least load that this placement allows, plus at most ``slack``;
+        among the splits with that maximum it is one of those with the fewest tokens that leave their node.
+        With several nodes a replica is listed once per range of the stream that it serves, and not at all if
+        it serves none; with one node once, in rank order, so that many tokens stay on their rank.
 
     Raises:
         ValueError: Bad loads or placement, an expert with tokens that no rank holds, or a negative slack.
@@ -43,11 +44,8 @@ def exact_split(
     width = node_width(ranks_per_node, len(loads))
     if slack < 0:
         raise ValueError(f"slack={slack} must not be negative")
-    first, rank, slot, quota, homeless = _split(loads, slots, width, int(slack))
-    if homeless >= 0:
-        tokens = int(loads[:, homeless].sum())
-        raise ValueError(f"expert {homeless} has {tokens} tokens, but no rank holds it")
-    return Split(first, rank, slot, quota)
+    first, rank, slot, quota = level_quotas(loads, slots, width, int(slack))
+    return Split(*stream_ranges(loads, first, rank, slot, quota, width))
 
 
 def fsep(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None) -> Plan:
@@ -58,11 +56,28 @@ def fsep(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = N
     return Plan(placement, exact_split(loads, placement, ranks_per_node))
 
 
+def level_quotas(
+    loads: np.ndarray, slots: np.ndarray, width: int, slack: int, capacity: int = -1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """first ``[E + 1]``, rank, slot and tokens ``[R]`` of the replicas, one per filled slot, in rank order.
+
+    With a ``capacity`` below what the most loaded rank must hold, all others are levelled down to it.
+
+    Raises:
+        ValueError: An expert with tokens that no rank holds.
+    """
+    first, rank, slot, quota, homeless = _quotas(loads, slots, width, slack, capacity)
+    if homeless >= 0:
+        tokens = int(loads[:, homeless].sum())
+        raise ValueError(f"expert {homeless} has {tokens} tokens, but no rank holds it")
+    return first, rank, slot, quota
+
+
 @kernel
-def _split(
-    loads: np.ndarray, slots: np.ndarray, width: int, slack: int
+def _quotas(
+    loads: np.ndarray, slots: np.ndarray, width: int, slack: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """first, rank, slot, end, and an expert that has tokens but no replica (or -1)."""
+    """As :func:`level_quotas`, and an expert that has tokens but no replica (or -1)."""
     ranks, experts = loads.shape
     first, rank, slot, at_slot = index_replicas(slots, experts)
     expert_of = np.empty(len(rank), np.int64)
@@ -78,11 +93,50 @@ def _split(
     held = np.zeros(ranks, np.int64)
     for at in range(len(rank)):
         held[rank[at]] += quota[at]
-    level(quota, held, own, first, rank, expert_of, at_slot, node_of, slack)
-    for expert in range(experts):
-        for at in range(first[expert] + 1, first[expert + 1]):
-            quota[at] += quota[at - 1]
+    target = held.max()
+    if width < ranks:
+        target = level(quota.copy(), held.copy(), own, first, rank, expert_of, at_slot, node_of, slack)
+        by_node, served = _by_node(loads, quota, rank, expert_of, node_of)
+        level_cheaply(quota, held, served, by_node, first, rank, expert_of, at_slot, node_of, target)
+    if width == ranks or held.max() > target:
+        level(quota, held, own, first, rank, expert_of, at_slot, node_of, slack)
+    if held.max() > capacity >= 0:
+        by_node, served = _by_node(loads, quota, rank, expert_of, node_of)
+        level_cheaply(quota, held, served, by_node, first, rank, expert_of, at_slot, node_of, capacity)
     return first, rank, slot, quota, -1
+
+
+@kernel
+def stream_ranges(
+    loads: np.ndarray, first: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A split's first, rank, slot and end: in rank order on one node, by :func:`node_ranges` on several."""
+    if width < loads.shape[0]:
+        node_of = np.arange(loads.shape[0]) // width
+        expert_of = np.zeros(len(rank), np.int64)
+        by_node, _ = _by_node(loads, quota, rank, expert_of, node_of)
+        return node_ranges(by_node, first, rank, slot, quota, width)
+    end = quota.copy()
+    for expert in range(len(first) - 1):
+        for at in range(first[expert] + 1, first[expert + 1]):
+            end[at] += end[at - 1]
+    return first, rank, slot, end
+
+
+@kernel
+def _by_node(
+    loads: np.ndarray, quota: np.ndarray, rank: np.ndarray, expert_of: np.ndarray, node_of: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that each node's ranks send and that its replicas serve, int64 ``[nodes, E]`` both."""
+    ranks, experts = loads.shape
+    by_node = np.zeros((node_of[ranks - 1] + 1, experts), np.int64)
+    served = np.zeros_like(by_node)
+    for source in range(ranks):
+        for expert in range(experts):
+            by_node[node_of[source], expert] += loads[source, expert]
+    for at in range(len(rank)):
+        served[node_of[rank[at]], expert_of[at]] += quota[at]
+    return by_node, served
 
 
 @kernel
@@ -147,9 +201,7 @@ def nearest_quotas(loads: np.ndarray, first: np.ndarray, rank: np.ndarray, width
 
 
 @kernel
-def _serve(
-    tokens: np.ndarray, low: int, high: int, at: int, quota: np.ndarray, held: np.ndarray, rank: int
-) -> None:
+def _serve(tokens: np.ndarray, low: int, high: int, at: int, quota: np.ndarray, held: np.ndarray, rank: int) -> None:
     """Adds the tokens of the sources ``low`` up to ``high`` to replica ``at`` on ``rank``."""
     total = 0
     for source in range(low, high):
@@ -169,8 +221,8 @@ def level(
     at_slot: np.ndarray,
     node_of: np.ndarray,
     slack: int,
-) -> None:
-    """Moves quotas (and the ranks' ``held``) until no rank exceeds the optimal maximum plus ``slack``.
+) -> int:
+    """Moves quotas (and the ranks' ``held``) until no rank exceeds the optimal maximum plus ``slack``: returned.
 
     Tokens beyond a replica's ``own`` come from elsewhere anyway and move first; only when those cannot level
     the ranks do tokens leave their source.
@@ -195,7 +247,7 @@ def level(
             seen_rank, seen_expert, came_by, came_from, queue,
         )  # fmt: skip
         if reached == 0:
-            return
+            return target
         if goal >= 0:
             _augment(quota, held, floor, rank, target, goal, came_by, came_from)
         elif only_foreign:

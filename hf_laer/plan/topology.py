@@ -96,9 +96,7 @@ def topology(name: str, nodes: int, ranks_per_node: int, **overrides: Any) -> To
         raise ValueError(f"no profile {name!r}; there are {', '.join(PROFILES)}")
     profile = dict(PROFILES[name])
     inter = profile.pop("inter_per_rank") * ranks_per_node
-    return Topology(
-        nodes * ranks_per_node, ranks_per_node, **{"inter_bandwidth": inter, **profile, **overrides}
-    )
+    return Topology(nodes * ranks_per_node, ranks_per_node, **{"inter_bandwidth": inter, **profile, **overrides})
 
 
 def read_topology(path: str | Path) -> Topology:

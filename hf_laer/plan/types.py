@@ -39,7 +39,8 @@ class Split:
     """Which replica serves which tokens of each expert.
 
     The tokens of one expert form a stream: those of rank 0 first, then rank 1, and so on, each rank's in its own
-    order. Replica ``j`` of the expert serves the positions from the end of replica ``j - 1`` up to its own.
+    order. Replica ``j`` of the expert serves the positions from the end of replica ``j - 1`` up to its own. A
+    replica that serves several ranges of the stream is listed once for each.
 
     Args:
         first: int64 ``[E + 1]``; the replicas of expert ``e`` are ``first[e]`` up to ``first[e + 1]``.

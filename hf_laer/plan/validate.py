@@ -27,9 +27,7 @@ def check_loads(loads: np.ndarray) -> np.ndarray:
     loads = _whole_numbers("loads", loads)
     if loads.min() < 0:
         rank, expert = np.argwhere(loads < 0)[0]
-        raise ValueError(
-            f"loads must not be negative: rank {rank}, expert {expert} has {loads[rank, expert]}"
-        )
+        raise ValueError(f"loads must not be negative: rank {rank}, expert {expert} has {loads[rank, expert]}")
     ranks = loads.shape[0]
     if int(loads.max()) * loads.size * ranks >= LARGEST_PRODUCT:
         total = sum(map(int, loads.ravel()))
@@ -61,9 +59,7 @@ def check_owners(owners: np.ndarray, num_ranks: int, num_experts: int) -> np.nda
     """
     owners = np.asarray(owners)
     if owners.shape != (num_experts,):
-        raise ValueError(
-            f"owners must name one rank for each of {num_experts} experts, got shape {owners.shape}"
-        )
+        raise ValueError(f"owners must name one rank for each of {num_experts} experts, got shape {owners.shape}")
     owners = _whole_numbers("owners", owners)
     if owners.min() < 0 or owners.max() >= num_ranks:
         raise ValueError(f"owners must lie in 0..{num_ranks - 1}, got {owners.min()}..{owners.max()}")

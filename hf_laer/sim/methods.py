@@ -59,9 +59,7 @@ class Setting:
     def ideal_seconds(self, loads: np.ndarray) -> float:
         """The force-balanced run's time: ``ep`` over all ranks or ``fsdp_ep`` in groups, the faster."""
         even = np.full(loads.shape, int(loads.sum()) // loads.size)
-        grouped = planners.predict(
-            planners.fsdp_ep(even, self.slots), even, self.cost, home="copies"
-        ).predicted
+        grouped = planners.predict(planners.fsdp_ep(even, self.slots), even, self.cost, home="copies").predicted
         assert grouped is not None
         return min(planners.balanced_ideal(even, self.cost).seconds, grouped.seconds)
 
@@ -157,9 +155,7 @@ def _eplb_place(loads: np.ndarray, state: object, setting: Setting) -> Placement
 
 
 def _flexmoe_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
-    return planners.flexmoe_placement(
-        loads, _placement(state), move_tokens=2 * setting.cost.transfer_tokens()
-    )
+    return planners.flexmoe_placement(loads, _placement(state), move_tokens=2 * setting.cost.transfer_tokens())
 
 
 def _prophet_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
@@ -190,9 +186,7 @@ METHODS: dict[str, Method] = {
         _fsep_place,
         window=lambda s: s.history,
     ),
-    "fsep+llep": Method(
-        _fsep_llep, "sharded", _even_start, _fsep_place, window=lambda s: s.history, foreseen=True
-    ),
+    "fsep+llep": Method(_fsep_llep, "sharded", _even_start, _fsep_place, window=lambda s: s.history, foreseen=True),
     "eplb": Method(
         lambda loads, state, s: planners.eplb(loads, _placement(state)),
         "resident",

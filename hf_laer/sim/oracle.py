@@ -33,9 +33,7 @@ def lowest_maximum(totals: np.ndarray, placement: Placement) -> float:
     held = csr_array((values, (np.concatenate([rank, np.arange(ranks)]), columns)), shape=(ranks, size + 1))
     cost = np.zeros(size + 1)
     cost[-1] = 1
-    done = linprog(
-        cost, A_ub=held, b_ub=np.zeros(ranks), A_eq=served, b_eq=totals.astype(float), method="highs"
-    )
+    done = linprog(cost, A_ub=held, b_ub=np.zeros(ranks), A_eq=served, b_eq=totals.astype(float), method="highs")
     if done.status != 0:
         raise ValueError(f"no split of {int(totals.sum())} tokens exists: {done.message}")
     return float(done.fun)

@@ -138,9 +138,7 @@ def _costed(method: Method, now: np.ndarray, state: object, setting: Setting, mo
     plan = method.plan(now, state, setting)
     owners = state if isinstance(state, np.ndarray) else setting.owners
     foreseen = state if method.foreseen and isinstance(state, Placement) else None
-    return predict(
-        plan, now, setting.cost, home=method.home, owners=owners, foreseen=foreseen, moved=float(moved)
-    )
+    return predict(plan, now, setting.cost, home=method.home, owners=owners, foreseen=foreseen, moved=float(moved))
 
 
 def _regret(method: Method, now: np.ndarray, state: object, setting: Setting, predicted: Prediction) -> float:

@@ -107,9 +107,7 @@ def _rank_heat(axes: Any, replays: Sequence[Replay]) -> None:
         blocks.append((one.rank_loads / mean).T)
     ranks = len(blocks[0])
     _heat(axes, np.minimum(np.concatenate(blocks), 3), "", "tokens per rank / mean, capped at 3 (layer 0)")
-    axes.set_yticks(
-        [ranks * at + ranks / 2 - 0.5 for at in range(len(replays))], [one.name for one in replays]
-    )
+    axes.set_yticks([ranks * at + ranks / 2 - 0.5 for at in range(len(replays))], [one.name for one in replays])
     for at in range(1, len(replays)):
         axes.axhline(ranks * at - 0.5, color="white", linewidth=1)
 

@@ -12,14 +12,7 @@ def check_plan(plan: Plan, loads: np.ndarray) -> None:
     """Every token is routed once, to a slot that holds its expert; nothing is held twice on a rank."""
     ranks, experts = loads.shape
     slots, split = plan.placement.slots, plan.split
-    assert (
-        slots.dtype
-        == split.first.dtype
-        == split.rank.dtype
-        == split.slot.dtype
-        == split.end.dtype
-        == np.int64
-    )
+    assert slots.dtype == split.first.dtype == split.rank.dtype == split.slot.dtype == split.end.dtype == np.int64
     assert len(slots) == ranks
     assert len(split.first) == experts + 1
     for row in slots:
@@ -35,11 +28,42 @@ def check_plan(plan: Plan, loads: np.ndarray) -> None:
     assert plan.rank_loads.sum() == loads.sum()
 
 
+def every_slot_serves_its_ranges(plan: Plan) -> bool:
+    """Whether no replica is listed in a slot that is not filled."""
+    return bool((plan.placement.slots[plan.split.rank, plan.split.slot] != EMPTY).all())
+
+
 def one_replica_per_slot(plan: Plan) -> bool:
     """Whether replicas and filled slots are the same set."""
     taken = set(zip(plan.split.rank.tolist(), plan.split.slot.tolist(), strict=True))
     rank, slot = np.nonzero(plan.placement.slots != EMPTY)
     return taken == set(zip(rank.tolist(), slot.tolist(), strict=True)) and len(taken) == len(plan.split.rank)
+
+
+def fewest_leavers(loads: np.ndarray, slots: np.ndarray, width: int, highest: int) -> int:
+    """The fewest tokens that must leave their node if no rank may hold more than ``highest``, by HiGHS."""
+    ranks, experts = loads.shape
+    nodes = -(-ranks // width)
+    pairs = [(rank, expert) for rank in range(ranks) for expert in slots[rank] if expert != EMPTY]
+    size = nodes * len(pairs)
+    cost = np.zeros(size)
+    rows, low, high = [], [], []
+    for node in range(nodes):
+        tokens = loads[node * width : (node + 1) * width].sum(axis=0)
+        for expert in range(experts):
+            row = np.zeros(size)
+            for at, (rank, held) in enumerate(pairs):
+                cost[node * len(pairs) + at] = rank // width != node
+                row[node * len(pairs) + at] = held == expert
+            rows.append(row)
+            low.append(tokens[expert])
+            high.append(tokens[expert])
+    for rank in range(ranks):
+        rows.append(np.tile([float(holder == rank) for holder, _ in pairs], nodes))
+        low.append(-np.inf)
+        high.append(highest)
+    result = milp(cost, constraints=LinearConstraint(np.array(rows), low, high), bounds=Bounds(0, np.inf))
+    return round(result.fun)
 
 
 def lowest_maximum(totals: np.ndarray, slots: np.ndarray) -> int:
@@ -69,6 +93,7 @@ def lowest_maximum(totals: np.ndarray, slots: np.ndarray) -> int:
         constraints=LinearConstraint(np.array(rows), low, high),
         integrality=np.ones(size),
         bounds=Bounds(0, np.inf),
+        options={"mip_rel_gap": 0},
     )
     return round(result.fun)
 

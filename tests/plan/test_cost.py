@@ -82,9 +82,7 @@ def test_ep_moves_no_weights_and_helpers_do():
     helped = predict(spilling, loads, COST, home="whole", owners=owners)
     assert plain.predicted.weights_exposed_seconds == plain.predicted.weights_hidden_seconds == 0
     assert helped.predicted.weights_exposed_seconds > 0
-    foreseen = predict(
-        spilling, loads, COST, home="whole", owners=owners, foreseen=spilling.placement
-    ).predicted
+    foreseen = predict(spilling, loads, COST, home="whole", owners=owners, foreseen=spilling.placement).predicted
     assert foreseen.weights_exposed_seconds < helped.predicted.weights_exposed_seconds
 
 
@@ -93,9 +91,7 @@ def test_prefetched_weights_hide_under_compute():
     plan = predict(fsep(loads, initial_placement(16, 8, 3, 4), 4), loads, COST, home="sharded")
     assert plan.predicted.weights_hidden_seconds > 0
     assert plan.predicted.seconds == pytest.approx(
-        plan.predicted.compute_seconds
-        + plan.predicted.exchange_seconds
-        + plan.predicted.weights_exposed_seconds
+        plan.predicted.compute_seconds + plan.predicted.exchange_seconds + plan.predicted.weights_exposed_seconds
     )
 
 
@@ -146,9 +142,7 @@ def test_products_beyond_int32_stay_exact():
 def test_same_bits_every_time():
     loads = np.random.default_rng(0).integers(0, 99, (8, 16))
     owners = chunk_owners(16, 8)
-    got = {
-        predict(ep(loads, owners), loads, COST, home="whole", owners=owners).predicted.seconds for _ in "abc"
-    }
+    got = {predict(ep(loads, owners), loads, COST, home="whole", owners=owners).predicted.seconds for _ in "abc"}
     assert len(got) == 1
 
 

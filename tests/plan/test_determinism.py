@@ -49,9 +49,7 @@ def test_same_plan_in_other_processes():
     want = " ".join(digests())
     for seed, threads in (("0", "1"), ("7", "8")):
         env = os.environ | {"PYTHONHASHSEED": seed, "NUMBA_NUM_THREADS": threads, "OMP_NUM_THREADS": threads}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == want
 
 

@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_laer.plan import Placement, exact_split, fsdp, fsep, initial_placement, laer_placement
-from tests.plan.oracles import check_plan, lowest_maximum, one_replica_per_slot, stays_home
+from hf_laer.plan import Placement, exact_split, fsdp, fsep, initial_placement, laer_placement, traffic
+from tests.plan.oracles import (
+    check_plan,
+    every_slot_serves_its_ranges,
+    fewest_leavers,
+    lowest_maximum,
+    one_replica_per_slot,
+    stays_home,
+)
 
 
 @st.composite
@@ -14,9 +21,7 @@ def cases(draw):
     ranks, experts = draw(st.integers(1, 7)), draw(st.integers(1, 12))
     slots = draw(st.integers(-(-experts // ranks), experts))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    loads = rng.integers(0, draw(st.sampled_from([2, 30, 1000])), (ranks, experts)) * rng.integers(
-        0, 5, experts
-    )
+    loads = rng.integers(0, draw(st.sampled_from([2, 30, 1000])), (ranks, experts)) * rng.integers(0, 5, experts)
     if draw(st.booleans()):
         return loads, initial_placement(experts, ranks, slots)
     return loads, laer_placement(rng.integers(0, 100, experts), ranks, slots)
@@ -28,8 +33,21 @@ def test_no_split_has_a_lower_maximum(case, width):
     loads, placement = case
     plan = fsep(loads, placement, width)
     check_plan(plan, loads)
-    assert one_replica_per_slot(plan)
+    assert one_replica_per_slot(plan) if width is None else every_slot_serves_its_ranges(plan)
     assert plan.rank_loads.max() == lowest_maximum(loads.sum(axis=0), placement.slots)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([1, 2, 3]), st.sampled_from([0, 3]))
+def test_of_the_best_splits_one_with_least_traffic(case, width, slack):
+    """HiGHS finds none with fewer tokens that leave their node."""
+    loads, placement = case
+    split = exact_split(loads, placement, width, slack=slack)
+    highest = int(split.rank_loads(len(loads)).max())
+    if width < len(loads):
+        best = fewest_leavers(loads, placement.slots, width, max(highest, -(-int(loads.sum()) // len(loads)) + slack))
+        leaving = traffic(loads, split, width, 1).foreign_nodes
+        assert leaving == best
 
 
 def test_optimal_where_many_paths_are_needed():

@@ -1,0 +1,61 @@
+"""Plans made on the very loads that they serve are never predicted slower than ep; hypothesis searches."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_laer.plan import (
+    CostModel,
+    chunk_owners,
+    ep,
+    fastermoe,
+    fsep,
+    fsep_llep,
+    fsep_placement,
+    llep,
+    no_worse_than_ep,
+    predict,
+    prophet,
+    prophet_placement,
+    topology,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_never_worse_than_ep(data):
+    nodes, width = data.draw(st.sampled_from([(1, 4), (2, 2), (2, 4)]))
+    ranks, experts = nodes * width, data.draw(st.sampled_from([4, 9, 16]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    scale = data.draw(st.sampled_from([1, 30, 3000]))
+    loads = rng.integers(0, scale + 1, (ranks, experts)) * rng.integers(0, 6, experts)
+    owners = chunk_owners(experts, ranks)
+    cost = CostModel(topology("h200", nodes, width), *data.draw(st.sampled_from([(64, 64), (2048, 768)])), 2)
+    placement = fsep_placement(loads, ranks, -(-experts // ranks) + 1, width)
+    worth = cost.transfer_tokens()
+    spill = {"min_tokens_per_gemm": data.draw(st.sampled_from([1, worth])), "imbalance_threshold": 1.0}
+    made = [
+        (llep(loads, owners, **spill), "whole", None),
+        (fastermoe(loads, owners, transfer_tokens=worth), "shadowed", None),
+        (prophet(loads, prophet_placement(loads, owners, transfer_tokens=worth), owners), "whole", None),
+        (fsep(loads, placement, width), "sharded", placement),
+        (fsep_llep(loads, placement, width, min_tokens_per_gemm=worth), "sharded", placement),
+    ]
+    for plan, home, foreseen in made:
+        plain = predict(ep(loads, owners), loads, cost, home=home, owners=owners).predicted
+        got = no_worse_than_ep(plan, loads, owners, cost, home=home, foreseen=foreseen).predicted
+        assert got.seconds <= plain.seconds
+    guarded = llep(loads, owners, cost=cost, **spill)
+    whole = predict(ep(loads, owners), loads, cost, home="whole", owners=owners).predicted
+    assert guarded.predicted.seconds <= whole.seconds
+
+
+def test_spilling_is_refused_where_batches_are_small():
+    loads = np.full((8, 32), 8)
+    loads[:, 0] = 40
+    owners = chunk_owners(32, 8)
+    cost = CostModel(topology("h200", 1, 8), 2880, 2880, 4)
+    spill = {"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0}
+    assert llep(loads, owners, **spill).spilled > 0
+    assert llep(loads, owners, cost=cost, **spill).spilled == 0
+    assert llep(loads * 1000, owners, cost=cost, **spill).spilled > 0
