@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerState, TrainingArguments
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from hf_laer import LaerConfig, patch_model
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
@@ -43,13 +44,17 @@ def test_no_moe_layer() -> None:
 
 def test_family_off_the_interface() -> None:
     model = small("jetmoe", intermediate_size=16, num_local_experts=2, num_key_value_heads=1, kv_channels=8)
-    refused(model, "jetmoe", "not on Transformers' experts interface", "mixtral")
+    refused(model, "jetmoe", "JetMoeParallelExperts", "not on Transformers' experts interface", "mixtral")
+
+
+def test_no_moe_layer_left() -> None:
+    refused(tiny_model("qwen3_moe", mlp_only_layers=[0, 1]), "qwen3_moe has no MoE layer")
 
 
 def test_mxfp4_experts() -> None:
     model = tiny_model("gpt_oss")
-    kind = type("Mxfp4GptOssExperts", (nn.Module,), {})
-    model.model.layers[0].mlp.experts = kind()
+    for layer in model.model.layers:
+        layer.mlp.experts = Mxfp4GptOssExperts(model.config)
     refused(model, "Mxfp4GptOssExperts", "Mxfp4Config(dequantize=True)")
 
 
