@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml
 # Trains on all GPUs where there are any, else in two processes on the CPU.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 PROCESSES ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
-LAUNCH = recipes/accelerate/cpu2.yaml
+LAUNCH = recipes/accelerate/cpu_2processes.yaml
 RECIPE = recipes/smollm2_moe.yaml
 OUTPUT = outputs/sft
 OPTIONS =

@@ -20,6 +20,7 @@ from hf_laer.config import LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.plan.owners import chunk_owners
 from hf_laer.plan.types import EMPTY, Placement, Plan
+from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
@@ -251,9 +252,11 @@ class Engine:
             )
         return self._tuners[layer.name]
 
-    def _table(self, plans: list[Plan]) -> list[list[int]]:
+    def _table(self, plans: list[Plan]) -> SlotTable:
         """Per rank that shards the experts, the experts in its slots."""
-        table = [plan.placement.held_by(rank).tolist() for plan in plans for rank in range(plan.placement.num_ranks)]
+        table = tuple(
+            tuple(plan.placement.held_by(rank).tolist()) for plan in plans for rank in range(plan.placement.num_ranks)
+        )
         # Under fsdp only this rank's plan is at hand, and all are alike.
         return table if len(table) == self.comms.weights.size else table * self.comms.weights.size
 

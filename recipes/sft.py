@@ -1,7 +1,7 @@
 """SFT of a Hugging Face Mixture-of-Experts model: TRL's SFTTrainer, Accelerate's FSDP2, experts in parallel
 by hf_laer.
 
-    accelerate launch --config_file recipes/accelerate/cpu2.yaml recipes/sft.py --config
+    accelerate launch --config_file recipes/accelerate/cpu_2processes.yaml recipes/sft.py --config
     recipes/smollm2_moe.yaml
 
 Without ``--model_name_or_path`` it trains a MoE made on the spot from a small dense model, and without
@@ -120,7 +120,11 @@ def model_path(settings: Settings, folder: Path, state: PartialState) -> str:
     if state.is_main_process and not output.exists():
         folder.mkdir(parents=True, exist_ok=True)
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        # The others wait: their cores are free meanwhile.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or threads)
         make_checkpoint(None, output, settings.upcycle, device=device)
+        torch.set_num_threads(threads)
     state.wait_for_everyone()
     if not output.exists():
         raise FileNotFoundError(

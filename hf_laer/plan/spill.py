@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from ._jit import kernel
+from .order import descending
 from .split import level_quotas, stream_ranges
 from .types import EMPTY, Placement, Plan, Split
 from .validate import check_loads, check_placement, node_width
@@ -84,7 +85,7 @@ def _spill(
     experts, helpers = np.empty(room_for, np.int64), np.empty(room_for, np.int64)
     tokens = np.empty(room_for, np.int64)
     count = 0
-    order = np.argsort(-quota, kind="mergesort")
+    order = descending(quota)
     for at in order:
         giver = rank[at]
         if held[giver] < capacity + least:

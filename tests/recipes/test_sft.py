@@ -39,7 +39,7 @@ def run(command: list[str]) -> str:
 @pytest.mark.slow
 def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    command = [*LAUNCH, "--config_file", str(RECIPES / "accelerate" / "cpu2.yaml"), str(RECIPES / "sft.py")]
+    command = [*LAUNCH, "--config_file", str(RECIPES / "accelerate" / "cpu_2processes.yaml"), str(RECIPES / "sft.py")]
     command += ["--config", str(RECIPES / "smollm2_moe.yaml"), "--output_dir", str(output)]
     command += ["--model_name_or_path", str(model), "--max_steps", "3", "--rows_per_domain", "16"]
     text = run(command)
@@ -49,6 +49,9 @@ def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> Non
     assert len(layers) == 3
     assert sum(layer["spilled"] for layer in layers) > 0
     assert all(layer["batches"] == 3 for layer in layers)
+    # A gain that no static layout would have shown.
+    planned, static = (sum(layer[name] for layer in layers) for name in ("after_mean", "static_mean"))
+    assert planned < static
     assert (output / "expert_load.png").stat().st_size > 10_000
     assert not list(output.glob("*.tmp"))
     answered = run([sys.executable, str(RECIPES / "generate.py"), str(output / "final"), "--max_new_tokens", "4"])
