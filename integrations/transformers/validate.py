@@ -1,7 +1,7 @@
 """What hf_laer does not work with, said before training: each check names the setting and the cure.
 
 Pure functions of what they are given. ``patch_model`` calls :func:`check_model`; the hook in Accelerate's
-preparation :func:`check_accelerator`, :func:`check_model` and :func:`check_loader`; the Trainer's callback
+preparation :func:`check_state`, :func:`check_model` and :func:`check_loader`; the Trainer's callback
 those and :func:`check_arguments`.
 """
 

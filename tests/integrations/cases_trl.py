@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_laer.integrations.accelerate import hook
 from hf_laer.integrations.trl import LaerCallback
@@ -60,6 +61,27 @@ def head_in_root_unit(folder: str, tied: bool) -> cases.Counts:
         theirs = rig.reference(rig_trl.run_sft, folder, "qwen3_moe", **settings)
         np.testing.assert_allclose(ours, theirs["eval_loss"], rtol=1e-5)
     return cases.counted(callback.records)
+
+
+def trains_twice_and_saves(folder: str, strategy: str) -> None:
+    """A second ``train()`` goes on as unpatched; ``save_model`` writes what a bare ``from_pretrained`` reads."""
+    runs = []
+    for callbacks in ([], [LaerCallback(rig.eager(strategy=strategy))]):
+        with rig.fresh_accelerate():
+            trainer = rig_trl.sft_trainer(folder, "qwen3_moe", callbacks, max_steps=2)
+            trainer.train()
+            trainer.train()
+            evaluated = trainer.evaluate()
+            trainer.save_model(f"{folder}/final")
+            history = [log for log in trainer.state.log_history if "loss" in log]
+            columns = {key: [log[key] for log in history] for key in ("loss", "grad_norm")}
+            columns["eval_loss"] = [evaluated["eval_loss"]]
+            runs.append({**columns, "weights": rig.gathered(trainer.model)})
+    rig.assert_same(runs[1], runs[0])
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/final", experts_implementation="eager")
+    for name, parameter in saved.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), runs[1]["weights"][name], err_msg=name)
+    dist.barrier()
 
 
 def trains_lora(folder: str, strategy: str) -> cases.Counts:
