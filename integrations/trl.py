@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from accelerate.state import AcceleratorState, PartialState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
 
@@ -16,6 +15,7 @@ from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.hook import install_hook
 from hf_laer.integrations.transformers import get_engine, patch_model
 from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_state
+from hf_laer.plan.types import imbalance
 
 if TYPE_CHECKING:
     from hf_laer.engine import Engine
@@ -26,6 +26,11 @@ _TOO_LATE = (
     "LaerCallback was added after the trainer was made, when the model can no longer be patched: give it to "
     "the trainer instead, SFTTrainer(..., callbacks=[LaerCallback(config)]), or call patch_model before "
     "making the trainer"
+)
+_EXPERTS_NOT_LOADED = (
+    "without FSDP, Transformers' Trainer resumes a MoE model with its experts as they were given, not as in the "
+    "checkpoint (it reports them as missing keys): when you resume, give the trainer "
+    "AutoModelForCausalLM.from_pretrained(checkpoint)"
 )
 
 
@@ -44,9 +49,7 @@ class LaerCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, config: LaerConfig | Mapping[str, Any] | None = None, keep: int = 100_000) -> None:
-        self.config = (
-            LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
-        )
+        self.config = LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
         self.records: deque[LayerRecord] = deque(maxlen=keep)
         self.memory: dict[str, Any] = {}
         self._engine: Engine | None = None
@@ -90,6 +93,8 @@ class LaerCallback(TrainerCallback, ExportableState):
         if self._engine is None:
             raise ValueError(_TOO_LATE)
         check_loader(train_dataloader, PartialState().num_processes)
+        if state.global_step and not self._engine.is_sharded:
+            logger.warning(_EXPERTS_NOT_LOADED)
         memory = _saved(state.stateful_callbacks, type(self).__name__).get("memory", {})
         self._engine.load_state_dict(memory)
 
@@ -128,16 +133,14 @@ class _Window:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = dict.fromkeys(
-            ("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0
-        )
+        self._sums = dict.fromkeys(("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0)
         self._worst = dict.fromkeys(("imbalance_before", "imbalance_after"), 0.0)
 
     def add(self, record: LayerRecord) -> None:
         """Counts one layer and micro-batch in."""
         numbers = {
-            "imbalance_before": _imbalance(record.loads_before),
-            "imbalance_after": _imbalance(record.loads_after),
+            "imbalance_before": imbalance(record.loads_before),
+            "imbalance_after": imbalance(record.loads_after),
             "spilled": record.spilled,
             "moved": record.moved,
             "plan_ms": 1e3 * record.plan_seconds,
@@ -150,17 +153,13 @@ class _Window:
 
     def close(self) -> dict[str, float]:
         """The numbers for the logs; the next window begins."""
-        summed = {"spilled", "moved"}
+        summed = ("spilled", "moved")
         logs = {key: total if key in summed else total / self.count for key, total in self._sums.items()}
         logs |= {f"{key}_max": worst for key, worst in self._worst.items()}
-        self.__init__()  # type: ignore[misc]
-        return {f"laer/{key}": round(float(number), 4) for key, number in logs.items()}
-
-
-def _imbalance(loads: np.ndarray) -> float:
-    """Max over mean of ``loads [N]``; 1.0 where there are none."""
-    mean = float(loads.mean())
-    return float(loads.max()) / mean if mean else 1.0
+        self.count = 0
+        self._sums = dict.fromkeys(self._sums, 0.0)
+        self._worst = dict.fromkeys(self._worst, 0.0)
+        return {f"laer/{key}": round(number, 4) for key, number in logs.items()}
 
 
 def _saved(callbacks: Any, name: str) -> dict[str, Any]:

@@ -58,8 +58,7 @@ PATCHES = {
             parameters=("accelerator", "model"),
             caller="accelerate.accelerator:Accelerator._prepare_fsdp2",
             checked="1.15",
-            does="takes a patched model's expert parameters out before FSDP2 shards it, and attaches them "
-            "sharded",
+            does="takes a patched model's expert parameters out before FSDP2 shards it, and attaches them sharded",
             why="FSDP2 would shard the experts itself; the optimizer is mapped by name right after this "
             "function, so parameters may be exchanged inside it and nowhere else",
         ),
@@ -84,10 +83,10 @@ PATCHES = {
             parameters=("model",),
             caller="accelerate.utils.fsdp_utils:fsdp2_prepare_model",
             checked="1.15",
-            does="finds no final norm, so that norm and head stay in FSDP2's root unit (torch before 2.13 "
-            "only)",
-            why="TRL's fused head reads the head's weight and never calls its forward; torch before 2.13 "
-            "does not unshard the unit of norm and head then, and mixes Tensor with DTensor",
+            does="finds no final norm, so that norm and head stay in FSDP2's root unit (torch before 2.13 only)",
+            why="TRL's fused head reads the head's weight and never calls its forward, so the unit of norm and "
+            "head never ends a forward; torch before 2.13 does not unshard it again after an evaluation and a "
+            "checkpoint, and mixes Tensor with DTensor",
         ),
         Patch(
             name="log",
@@ -154,9 +153,7 @@ def check(name: str) -> None:
     holder, attribute = _resolve(patch.target, patch)
     found = tuple(inspect.signature(getattr(holder, attribute)).parameters)
     if found != patch.parameters:
-        raise _changed(
-            patch, f"{patch.target} takes ({', '.join(found)}), not ({', '.join(patch.parameters)})"
-        )
+        raise _changed(patch, f"{patch.target} takes ({', '.join(found)}), not ({', '.join(patch.parameters)})")
     if patch.caller:
         caller_holder, caller = _resolve(patch.caller, patch)
         code = inspect.unwrap(getattr(caller_holder, caller)).__code__

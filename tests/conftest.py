@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hf_laer.plan import compile_kernels
 from tests.pool import RankPool
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """``ranks(n)`` is the pool of n processes; ``ranks(n).run(case, **kwargs)`` calls a function on each."""
+    # Once here, so that the ranks load what is compiled instead of all compiling it at once.
+    compile_kernels()
     pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:

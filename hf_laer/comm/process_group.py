@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class PendingWork:
@@ -45,9 +48,7 @@ class ProcessGroupCommunicator:
         """``[…]``, alike on every rank, to ``[size, …]``."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
         # The flat view: gloo wants input and output of equal rank.
-        work = dist.all_gather_into_tensor(
-            gathered.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True
-        )
+        work = _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True)
         return self._pending(work, gathered, tensor, "all-gather").wait()
 
     def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:

@@ -80,8 +80,9 @@ def make_routes(
     destination, token = destination[choices], token[choices]
     opens = _opens_row(destination, token)
     row = opens.cumsum(0) - 1
-    row_token, row_destination = token[opens], destination[opens]
-    sizes = torch.stack([_count(row_destination, comm.size), _count(destination, comm.size)], 1)
+    # Nothing here asks the device how many rows there are: the host waits once, for all sizes together.
+    row_token = torch.empty_like(token).scatter_(0, row, token)
+    sizes = torch.stack([_count(destination, comm.size, opens), _count(destination, comm.size)], 1)
     first_row = sizes[:, 0].cumsum(0) - sizes[:, 0]
     weights = top_k_weights.detach().reshape(-1)[choices].float().contiguous()
     message = torch.stack(
@@ -96,6 +97,7 @@ def make_routes(
     arriving = comm.all_to_all(sizes, ones, ones)
     (send_rows, send_choices), (receive_rows, receive_choices) = torch.stack([sizes.t(), arriving.t()]).tolist()
     received = comm.all_to_all(message, send_choices, receive_choices)
+    row_token = row_token[: sum(send_rows)]
     arrived = _by_slot(received, arriving, receive_rows, receive_choices, top_k)
     return Routes(
         row_token=row_token,
@@ -137,8 +139,8 @@ def _by_slot(
     sorted_place = torch.empty_like(arrival)
     sorted_place[arrival] = torch.arange(len(arrival), device=arrival.device)
     row_places = places(row, sum(receive_rows), top_k)
-    there = row_places >= 0
-    row_places[there] = sorted_place[row_places[there]]
+    if len(row):
+        row_places = torch.where(row_places < 0, -1, sorted_place[row_places.clamp(min=0)])
     gates = received[:, 2].contiguous().view(torch.float32)[arrival]
     return {"source_row": row[arrival], "arrival": arrival, "row_places": row_places, "gates": gates}
 
@@ -150,9 +152,13 @@ def _opens_row(destination: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return opens
 
 
-def _count(values: torch.Tensor, bins: int) -> torch.Tensor:
-    """int64 ``[bins]``; a scatter, since ``bincount`` waits for the device and is refused in deterministic mode."""
-    return torch.zeros(bins, dtype=torch.int64, device=values.device).scatter_add_(0, values, torch.ones_like(values))
+def _count(values: torch.Tensor, bins: int, which: torch.Tensor | None = None) -> torch.Tensor:
+    """int64 ``[bins]``, of those values that ``which`` (bool) marks.
+
+    A scatter, since ``bincount`` waits for the device and is refused in deterministic mode.
+    """
+    ones = torch.ones_like(values) if which is None else which.to(values.dtype)
+    return torch.zeros(bins, dtype=torch.int64, device=values.device).scatter_add_(0, values, ones)
 
 
 def _on(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from ._jit import kernel
 @kernel
 def even_copies(experts: int, ranks: int, room: int) -> np.ndarray:
     """int64 ``[E]``: the same number of copies each; what is left over goes to the lowest ids."""
-    copies = np.full(experts, room // experts, np.int64)
-    copies[: room % experts] += 1
+    copies = np.empty(experts, np.int64)
+    for expert in range(experts):
+        copies[expert] = room // experts + (1 if expert < room % experts else 0)
     return copies
 
 
@@ -33,8 +34,11 @@ def greedy_copies(load: np.ndarray, ranks: int, room: int, step: int) -> np.ndar
 def proportional_copies(load: np.ndarray, ranks: int, room: int) -> np.ndarray:
     """int64 ``[E]``: copies by share of the load, rounded down; the rest as :func:`greedy_copies`."""
     unit = max(-(-load.sum() // room), 1)
-    copies = np.minimum(np.maximum(load // unit, 1), ranks)
-    excess = copies.sum() - room  # from raising cold experts to one copy
+    copies = np.empty(len(load), np.int64)
+    excess = -room  # above 0 only from raising cold experts to one copy
+    for expert in range(len(load)):
+        copies[expert] = min(max(load[expert] // unit, 1), ranks)
+        excess += copies[expert]
     while excess > 0:
         cheapest = -1
         for expert in range(len(load)):
@@ -74,15 +78,22 @@ def moved_copy(copies: np.ndarray, ranks: int, seed: int) -> np.ndarray:
     moves).
     """
     moved = copies.copy()
-    givers = np.flatnonzero(copies > 1)
-    takers = np.flatnonzero(copies < ranks)
-    if len(givers) == 0 or len(takers) == 0:
+    givers, takers = np.empty(len(copies), np.int64), np.empty(len(copies), np.int64)
+    giving, taking = 0, 0
+    for expert in range(len(copies)):
+        if copies[expert] > 1:
+            givers[giving] = expert
+            giving += 1
+        if copies[expert] < ranks:
+            takers[taking] = expert
+            taking += 1
+    if giving == 0 or taking == 0:
         return moved
     # A linear congruential generator in int64: the same pick on every machine.
     state = (seed * 1103515245 + 12345) % 2147483648
-    giver = givers[(state >> 8) % len(givers)]
+    giver = givers[(state >> 8) % giving]
     state = (state * 1103515245 + 12345) % 2147483648
-    taker = takers[(state >> 8) % len(takers)]
+    taker = takers[(state >> 8) % taking]
     moved[giver] -= 1
     moved[taker] += 1
     return moved

@@ -6,6 +6,7 @@ import numpy as np
 
 from ._jit import kernel
 from .copies import greedy_copies
+from .order import descending
 from .relayout import place_copies
 from .shares import even_split
 from .split import exact_split
@@ -85,7 +86,7 @@ def _pack(load: np.ndarray, bins: int, each: int) -> np.ndarray:
     held = np.zeros(bins, np.int64)
     count = np.zeros(bins, np.int64)
     bin_of = np.empty(len(load), np.int64)
-    for item in np.argsort(-load, kind="mergesort"):
+    for item in descending(load):
         best = -1
         for place in range(bins):
             if count[place] < each and (best < 0 or held[place] < held[best]):

@@ -28,7 +28,7 @@ def level_cheaply(
     node_of: np.ndarray,
     target: int,
 ) -> None:
-    """Moves quotas until no rank holds more than ``target``, which must be possible.
+    """Moves quotas until no rank holds more than ``target``, or as near to that as the placement allows.
 
     ``served`` int64 ``[nodes, E]`` are the tokens that a node's replicas serve, ``by_node`` those that its ranks
     send; changes ``quota``, ``held`` and ``served``.

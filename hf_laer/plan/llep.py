@@ -19,6 +19,7 @@ from ._jit import kernel
 from .cost import CostModel, predict
 from .fixed import ep
 from .guard import no_worse_than_ep
+from .order import descending
 from .owners import owner_slots
 from .types import Placement, Plan, Split
 from .validate import check_loads, check_owners, node_width
@@ -103,14 +104,20 @@ def _spill(
     """
     load = native.copy()
     limit = capacity + least - 1
-    hot = np.flatnonzero(load[owners] > limit)  # the experts of other owners all stay
-    order = hot[np.argsort(-totals[hot], kind="mergesort")]  # stable: ties by expert id
-    room_for = len(hot) + len(load)  # a chunk finishes an expert or fills a rank
+    hot = np.empty(len(owners), np.int64)  # the experts of other owners all stay
+    sizes = np.empty(len(owners), np.int64)
+    found = 0
+    for expert in range(len(owners)):
+        if load[owners[expert]] > limit:
+            hot[found], sizes[found] = expert, totals[expert]
+            found += 1
+    room_for = found + len(load)  # a chunk finishes an expert or fills a rank
     expert_of = np.empty(room_for, np.int64)
     helper_of = np.empty(room_for, np.int64)
     tokens_of = np.empty(room_for, np.int64)
     count = 0
-    for expert in order:
+    for at in descending(sizes[:found]):
+        expert = hot[at]
         owner = owners[expert]
         if load[owner] <= limit:
             continue
@@ -179,7 +186,7 @@ def _assemble(
             totals[expert],
         )
         filled[expert] += 1
-    for chunk in np.argsort(expert_of, kind="mergesort"):
+    for chunk in descending(-expert_of):
         expert, helper = expert_of[chunk], helper_of[chunk]
         at = filled[expert]
         rank[at], slot[at], end[at] = helper, owned[helper], tokens_of[chunk]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ._jit import kernel
+from .order import descending
 from .types import EMPTY
 
 
@@ -12,7 +13,10 @@ from .types import EMPTY
 def load_units(load: np.ndarray, copies: np.ndarray) -> np.ndarray:
     """int64 ``[E]``: load per copy in fixed point, at least 1: copies without load are spread out too."""
     scale = 1 << 20 if load.sum() < 1 << 40 else 1
-    return load * scale // copies + 1
+    unit = np.empty(len(load), np.int64)
+    for expert in range(len(load)):
+        unit[expert] = load[expert] * scale // copies[expert] + 1
+    return unit
 
 
 @kernel
@@ -32,20 +36,28 @@ def place_copies(load: np.ndarray, copies: np.ndarray, ranks: int, slots: int, w
     best = np.empty(nodes, np.int64)
     for node in range(nodes):
         best[node] = _least_loaded(node, width, slots, used, held, newest, EMPTY)
-    for expert in np.argsort(-unit, kind="mergesort"):
+    everyone = np.arange(nodes)
+    open_nodes, room = np.empty(nodes, np.int64), np.empty(nodes, np.int64)
+    for expert in descending(unit):
         left = copies[expert]
         while left > 0:
             # All nodes that still have room hold equally many copies, so each gets one, or the emptiest do.
-            open_nodes = np.flatnonzero(best >= 0)
-            if len(open_nodes) > left:
-                open_nodes = open_nodes[np.argsort(held[best[open_nodes]], kind="mergesort")[:left]]
-            for place in open_nodes:
-                _put(table, used, held, newest, unit, best[place], expert)
-                best[place] = _least_loaded(int(place), width, slots, used, held, newest, expert)
-            if len(open_nodes) == 0:
+            count = 0
+            for node in range(nodes):
+                if best[node] >= 0:
+                    open_nodes[count], room[count] = node, -held[best[node]]
+                    count += 1
+            if count == 0:
                 rank = _make_room(table, used, held, newest, unit, expert)
                 _put(table, used, held, newest, unit, rank, expert)
-            left -= max(1, len(open_nodes))
+                left -= 1
+                continue
+            order = descending(room[:count]) if left < count else everyone
+            for at in range(min(left, count)):
+                place = open_nodes[order[at]]
+                _put(table, used, held, newest, unit, best[place], expert)
+                best[place] = _least_loaded(place, width, slots, used, held, newest, expert)
+            left -= min(left, count)
         for node in range(nodes):
             best[node] = _least_loaded(node, width, slots, used, held, newest, EMPTY)
     return table

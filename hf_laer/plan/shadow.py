@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ._jit import kernel
+from .order import descending
 from .owners import owner_slots
 from .shares import own_copy_first
 from .types import EMPTY, Placement, Plan
@@ -91,7 +92,7 @@ def _shadows(loads: np.ndarray, owners: np.ndarray, transfer_tokens: int) -> np.
         held[owners[expert]] += totals[expert]
     wanted = np.zeros((ranks, experts), np.bool_)
     cost = held.max()
-    for before, expert in enumerate(np.argsort(-totals, kind="mergesort")):
+    for before, expert in enumerate(descending(totals)):
         then = held + loads[:, expert]
         then[owners[expert]] -= totals[expert]
         price = then.max() + 2 * transfer_tokens * (before + 1)
@@ -124,7 +125,7 @@ def _partial_copies(loads: np.ndarray, owners: np.ndarray, transfer_tokens: int)
         if hot == EMPTY:
             return wanted
         done[hot] = True
-        order = np.argsort(-loads[:, hot], kind="mergesort")
+        order = descending(loads[:, hot])
         order = order[order != busiest]
         best, best_cost = 0, cost
         count = 1

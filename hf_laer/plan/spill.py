@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from ._jit import kernel
+from .order import descending
 from .split import level_quotas, stream_ranges
 from .types import EMPTY, Placement, Plan, Split
 from .validate import check_loads, check_placement, node_width
@@ -48,10 +49,10 @@ def fsep_llep(
     loads = check_loads(loads)
     slots = check_placement(placement, *loads.shape)
     width = node_width(ranks_per_node, len(loads))
-    first, rank, slot, quota = level_quotas(loads, slots, width, 0)
     ranks, total = len(loads), int(loads.sum())
     above, below = float(capacity_factor).as_integer_ratio()
     capacity = min(-(-above * total // (below * ranks)), total)
+    first, rank, slot, quota = level_quotas(loads, slots, width, 0, capacity)
     held = np.zeros(ranks, np.int64)
     np.add.at(held, rank, quota)
     least = min(int(min_tokens_per_gemm), max(total, 1))
@@ -84,7 +85,7 @@ def _spill(
     experts, helpers = np.empty(room_for, np.int64), np.empty(room_for, np.int64)
     tokens = np.empty(room_for, np.int64)
     count = 0
-    order = np.argsort(-quota, kind="mergesort")
+    order = descending(quota)
     for at in order:
         giver = rank[at]
         if held[giver] < capacity + least:

@@ -48,23 +48,25 @@ def exact_split(loads: np.ndarray, placement: Placement, ranks_per_node: int | N
     return Split(*stream_ranges(loads, first, rank, slot, quota, width))
 
 
-def fsep(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None) -> Plan:
+def fsep(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None, *, slack: int = 0) -> Plan:
     """FSEP's plan: a placement made from recent loads, and the exact split of the loads that are there now.
 
     Placement after LAER-MoE (arXiv 2602.11686); see :func:`exact_split` for arguments and errors.
     """
-    return Plan(placement, exact_split(loads, placement, ranks_per_node))
+    return Plan(placement, exact_split(loads, placement, ranks_per_node, slack=slack))
 
 
 def level_quotas(
-    loads: np.ndarray, slots: np.ndarray, width: int, slack: int
+    loads: np.ndarray, slots: np.ndarray, width: int, slack: int, capacity: int = -1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """first ``[E + 1]``, rank, slot and tokens ``[R]`` of the replicas, one per filled slot, in rank order.
+
+    With a ``capacity`` below what the most loaded rank must hold, all others are levelled down to it.
 
     Raises:
         ValueError: An expert with tokens that no rank holds.
     """
-    first, rank, slot, quota, homeless = _quotas(loads, slots, width, slack)
+    first, rank, slot, quota, homeless = _quotas(loads, slots, width, slack, capacity)
     if homeless >= 0:
         tokens = int(loads[:, homeless].sum())
         raise ValueError(f"expert {homeless} has {tokens} tokens, but no rank holds it")
@@ -73,7 +75,7 @@ def level_quotas(
 
 @kernel
 def _quotas(
-    loads: np.ndarray, slots: np.ndarray, width: int, slack: int
+    loads: np.ndarray, slots: np.ndarray, width: int, slack: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
     """As :func:`level_quotas`, and an expert that has tokens but no replica (or -1)."""
     ranks, experts = loads.shape
@@ -91,13 +93,16 @@ def _quotas(
     held = np.zeros(ranks, np.int64)
     for at in range(len(rank)):
         held[rank[at]] += quota[at]
+    target = held.max()
     if width < ranks:
         target = level(quota.copy(), held.copy(), own, first, rank, expert_of, at_slot, node_of, slack)
         by_node, served = _by_node(loads, quota, rank, expert_of, node_of)
         level_cheaply(quota, held, served, by_node, first, rank, expert_of, at_slot, node_of, target)
-        if held.max() <= target:
-            return first, rank, slot, quota, -1
-    level(quota, held, own, first, rank, expert_of, at_slot, node_of, slack)
+    if width == ranks or held.max() > target:
+        level(quota, held, own, first, rank, expert_of, at_slot, node_of, slack)
+    if held.max() > capacity >= 0:
+        by_node, served = _by_node(loads, quota, rank, expert_of, node_of)
+        level_cheaply(quota, held, served, by_node, first, rank, expert_of, at_slot, node_of, capacity)
     return first, rank, slot, quota, -1
 
 

@@ -8,17 +8,18 @@ q's slots that p has; everything for one pair is packed into one message.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from hf_laer.comm.base import Communicator, Pending
-from hf_laer.shard.home import Home, Layout
+from hf_laer.shard.home import Home, Layout, Part
 from hf_laer.shard.slots import SlotPool
 
-SlotTable = Sequence[Sequence[int]]
+SlotTable = tuple[tuple[int, ...], ...]
 
 
 class Run(NamedTuple):
@@ -71,7 +72,8 @@ class Piece:
         return [whole[run.at : run.at + run.count] for run in self.runs]
 
 
-def piece(layout: Layout, home: int, held: Sequence[int]) -> Piece:
+@lru_cache(maxsize=4096)
+def piece(layout: Layout, home: int, held: tuple[int, ...]) -> Piece:
     """The piece between the home on rank ``home`` and slots that hold the experts ``held``."""
     owned, rows = layout.experts[home], layout.rows[home]
     runs: list[Run] = []
@@ -90,9 +92,13 @@ def piece(layout: Layout, home: int, held: Sequence[int]) -> Piece:
 
 def is_local(homes: dict[str, Home], table: SlotTable) -> bool:
     """Whether every rank finds all its slots' experts whole in its own home; the same answer on all ranks."""
+    return all(_is_local(home.layout, table) for home in homes.values())
+
+
+@lru_cache(maxsize=1024)
+def _is_local(layout: Layout, table: SlotTable) -> bool:
     return all(
-        expert in home.layout.experts[rank] and len(home.layout.rows[rank]) == home.layout.shape[1]
-        for home in homes.values()
+        expert in layout.experts[rank] and len(layout.rows[rank]) == layout.shape[1]
         for rank, held in enumerate(table)
         for expert in held
     )
@@ -121,7 +127,7 @@ def unshard(
     """
     me, local = comm.rank, is_local(homes, table)
     blocks = {name: home.local.to(device, dtype, non_blocking=True) for name, home in homes.items()}
-    if local and all(list(table[me]) == list(home.layout.experts[me]) for home in homes.values()):
+    if local and all(table[me] == tuple(home.layout.experts[me]) for home in homes.values()):
         return blocks
     slots = {
         name: pool.take(name, (len(table[me]), *home.layout.shape[1:]), dtype, device) for name, home in homes.items()
@@ -165,34 +171,28 @@ class Reshard:
         parts: dict[str, list[Part]] = {}
         for name, home in self.homes.items():
             own = piece(home.layout, me, self.table[me])
-            parts[name] = list(zip(own.runs, own.of_slots(self.grads.pop(name)), strict=True))
+            parts[name] = _parts(own, own.of_slots(self.grads.pop(name)))
         if self.pending is not None:
             coming = [[(n, piece(h.layout, me, held)) for n, h in self.homes.items()] for held in self.table]
             for name, p, views in _unpack(coming, me, self.pending.wait()):
-                parts[name] += zip(p.runs, views, strict=True)
+                parts[name] += _parts(p, views)
         scale = 1.0 / (self.comm.size * self.replicas.size)
         for name, home in self.homes.items():
-            self._accumulate(home, parts.pop(name), scale)
+            home.accumulate(self._over_replicas(home, parts.pop(name)), scale)
 
-    def _accumulate(self, home: Home, parts: list[Part], scale: float) -> None:
-        shape = home.layout.block_shape(self.comm.rank)
-        if len(parts) == 1 and self.replicas.size == 1 and parts[0][1].shape == shape:
-            # The usual case of whole experts at home: no sum, no copy.
-            home.accumulate(parts[0][1], scale)
-            return
-        device = self.device_of(home, parts)
-        total = torch.zeros(shape, dtype=torch.float32, device=device)
-        for run, part in parts:
-            total[run.expert : run.expert + run.count] += part
-        home.accumulate(self.replicas.all_reduce(total), scale)
-
-    @staticmethod
-    def device_of(home: Home, parts: list[Part]) -> torch.device:
-        """Where the sum is made: where the parts are, else where the home is."""
-        return parts[0][1].device if parts else home.local.device
+    def _over_replicas(self, home: Home, parts: list[Part]) -> list[Part]:
+        """The sum over the ranks that hold the same block, in float32 (HSDP)."""
+        if self.replicas.size == 1:
+            return parts
+        device = parts[0][1].device if parts else home.local.device
+        total = torch.zeros(home.layout.block_shape(self.comm.rank), dtype=torch.float32, device=device)
+        for start, part in parts:
+            total[start : start + len(part)] += part
+        return [(0, self.replicas.all_reduce(total))]
 
 
-Part = tuple[Run, torch.Tensor]
+def _parts(p: Piece, views: list[torch.Tensor]) -> list[Part]:
+    return [(run.expert, view) for run, view in zip(p.runs, views, strict=True)]
 
 
 def start_reshard(

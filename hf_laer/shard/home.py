@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+Part = tuple[int, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -66,29 +68,44 @@ class Home:
     @property
     def local(self) -> torch.Tensor:
         """This rank's block, ``[E', D', …]``, without gradient."""
-        data = self.parameter.detach()
-        return data.to_local() if isinstance(data, DTensor) else data
+        with torch.no_grad():
+            # Detaching the block, not the DTensor, whose operations cost the host far more.
+            data = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+            return data.detach()
 
-    def accumulate(self, block: torch.Tensor, scale: float) -> None:
-        """Adds this rank's block of the gradient into ``.grad``, then runs the parameter's post-accumulate hooks.
+    def accumulate(self, parts: list[Part], scale: float) -> None:
+        """Adds gradients of this rank's block into ``.grad``, then runs the parameter's post-accumulate hooks.
+
+        Sums are made in float32, rounded once where the parameter is narrower.
 
         Args:
-            block: The shape of :attr:`local`; the caller has no more use for it.
-            scale: Its factor.
+            parts: First experts in the block, and their gradients; the caller has no more use for them.
+            scale: Their factor.
         """
-        parameter = self.parameter
-        block = block.to(self.local.device)
-        if parameter.grad is not None:
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            local.add_(block, alpha=scale)
-        elif block.dtype == parameter.dtype and block.untyped_storage().nbytes() == block.nbytes:
-            parameter.grad = self._wrap(block.mul_(scale))
+        parameter, local = self.parameter, self.local
+        if parameter.dtype != torch.float32 and len(parts) > 1:
+            parts = [(0, _sum(parts, local.shape, parts[0][1].device))]
+        if parameter.grad is None:
+            parts, grad = self._first(parts, scale, local)
+            parameter.grad = self._wrap(grad)
         else:
-            # A factor with a dimension, so that the product is formed in float32, in one pass.
-            factor = torch.full((1,), scale, dtype=torch.float32, device=block.device)
-            parameter.grad = self._wrap((block * factor).to(parameter.dtype))
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for start, part in parts:
+            grad[start : start + len(part)].add_(part.to(grad.device), alpha=scale)
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(parameter)
+
+    @staticmethod
+    def _first(parts: list[Part], scale: float, like: torch.Tensor) -> tuple[list[Part], torch.Tensor]:
+        """A new gradient, and what is still to be added to it."""
+        if not parts or parts[0][1].shape != like.shape:
+            return parts, torch.zeros_like(like)
+        block = parts[0][1].to(like.device)
+        if block.dtype == like.dtype and block.untyped_storage().nbytes() == block.nbytes:
+            return parts[1:], block.mul_(scale)
+        # A factor with a dimension, so that the product is formed in float32, in one pass.
+        factor = torch.full((1,), scale, dtype=torch.float32, device=block.device)
+        return parts[1:], (block * factor).to(like.dtype)
 
     def _wrap(self, block: torch.Tensor) -> torch.Tensor:
         parameter = self.parameter
@@ -102,6 +119,21 @@ class Home:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+
+
+def _sum(parts: list[Part], shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """float32 sum of parts of a block; in place where the first one is the whole block and few others touch it."""
+    whole = parts[0][1].shape == shape
+    total = parts[0][1] if whole else torch.zeros(shape, dtype=torch.float32, device=device)
+    exact: dict[int, torch.Tensor] = {}
+    for start, part in parts[1:] if whole else ():
+        for at, gradient in enumerate(part.unbind(0), start):
+            exact[at] = exact[at] + gradient if at in exact else total[at].float() + gradient
+    for at, gradient in exact.items():
+        total[at].copy_(gradient)
+    for start, part in () if whole else parts:
+        total[start : start + len(part)] += part
+    return total
 
 
 def plain_home(parameter: nn.Parameter) -> Home:

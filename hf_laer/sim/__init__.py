@@ -3,7 +3,7 @@
 from .drift import PRESET_SLOTS, PRESETS, Drift
 from .methods import METHODS, Method, Setting, get_method
 from .replay import METRICS, Replay, replay
-from .trace import Trace, load_trace, trace_from_csv
+from .trace import Trace, TraceWriter, load_trace, trace_from_csv
 
 __all__ = [
     "METHODS",
@@ -15,6 +15,7 @@ __all__ = [
     "Replay",
     "Setting",
     "Trace",
+    "TraceWriter",
     "get_method",
     "load_trace",
     "replay",

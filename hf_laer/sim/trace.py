@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import zipfile
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,3 +133,39 @@ def trace_from_csv(path: str | Path, meta: Mapping[str, Any] | None = None) -> T
     loads = np.zeros(tuple(table[:, :4].max(axis=0) + 1), np.int64)
     np.add.at(loads, tuple(table[:, :4].T), table[:, 4])
     return Trace(loads, meta or {})
+
+
+class TraceWriter:
+    """Gathers loads while a model trains, and makes a :class:`Trace` of the steps that are complete.
+
+    Args:
+        layers: Number of MoE layers.
+        meta: What the trace is to say of the model and the machine.
+        capacity: Steps kept; older ones fall out, so that a long run's memory stays flat.
+    """
+
+    def __init__(self, layers: int, meta: Mapping[str, Any] | None = None, capacity: int = 10_000) -> None:
+        if layers < 1 or capacity < 1:
+            raise ValueError(f"layers={layers} and capacity={capacity} must be at least 1")
+        self._layers, self._meta = layers, dict(meta or {})
+        self._steps: deque[dict[int, np.ndarray]] = deque(maxlen=capacity)
+
+    def add(self, layer: int, loads: np.ndarray) -> None:
+        """Adds one layer's ``[N, E]`` of one micro-batch; a layer that comes again opens the next step."""
+        if not 0 <= layer < self._layers:
+            raise ValueError(f"layer {layer} is not in 0..{self._layers - 1}")
+        if not self._steps or layer in self._steps[-1]:
+            self._steps.append({})
+        self._steps[-1][layer] = np.array(loads, np.int64)
+
+    def trace(self) -> Trace:
+        """What was gathered; a step in which a layer is missing is left out.
+
+        Raises:
+            ValueError: No step is complete.
+        """
+        whole = [step for step in self._steps if len(step) == self._layers]
+        if not whole:
+            raise ValueError(f"no step with all {self._layers} layers was recorded")
+        loads = [np.stack([step[layer] for layer in range(self._layers)]) for step in whole]
+        return Trace(np.stack(loads), self._meta)

@@ -21,15 +21,11 @@ def enable_cpu_fsdp() -> None:
     """
     made = AcceleratorState._shared_state.get("distributed_type") == DistributedType.MULTI_CPU
     if made and not upstream.is_installed("cpu_fsdp"):
-        raise RuntimeError(
-            "an Accelerator exists already: call enable_cpu_fsdp() before the first one is made"
-        )
+        raise RuntimeError("an Accelerator exists already: call enable_cpu_fsdp() before the first one is made")
     upstream.install("cpu_fsdp", _take_fsdp_plugin)
 
 
-def _take_fsdp_plugin(
-    original: upstream.Function, state: AcceleratorState, *args: Any, **kwargs: Any
-) -> None:
+def _take_fsdp_plugin(original: upstream.Function, state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
     """``AcceleratorState.__init__``, which for CPU processes forgets the FSDP plugin that it is given."""
     fresh = not AcceleratorState._shared_state
     original(state, *args, **kwargs)

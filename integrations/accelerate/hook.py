@@ -174,10 +174,9 @@ def _one_tail(model: nn.Module) -> AbstractContextManager[None]:
 @contextmanager
 def _tail_in_root(model: nn.Module) -> Iterator[None]:
     """Hides final norm and head, and embeddings tied to it, from the search for units of their own."""
-    ends = ["get_output_embeddings"]
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and embeddings is not None and head.weight is embeddings.weight:
-        ends.append("get_input_embeddings")
+    head, embeddings = (getattr(model, f"get_{end}_embeddings")() for end in ("output", "input"))
+    tied = head is not None and embeddings is not None and head.weight is embeddings.weight
+    ends = ["get_output_embeddings", "get_input_embeddings"] if tied else ["get_output_embeddings"]
     for end in ends:
         model.__dict__[end] = lambda: None
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from hf_laer.config import LaerConfig
 from hf_laer.integrations.accelerate.hook import install_hook
@@ -36,16 +37,15 @@ class LaerFSDPPlugin(FullyShardedDataParallelPlugin):
     laer: LaerConfig | None = None
 
     def __post_init__(self) -> None:
-        """Fills in what was not given, then lets Accelerate validate the rest."""
-        if self.fsdp_version is None:
-            self.fsdp_version = 2
-        if self.fsdp_version != 2:
-            raise ValueError(f"LaerFSDPPlugin needs fsdp_version=2, got {self.fsdp_version}")
-        if self.laer is None:
-            self.laer = LaerConfig()
-        if self.auto_wrap_policy is None:
-            self.auto_wrap_policy = "transformer_based_wrap"
+        """Fills in what was not given; Accelerate fills in and validates the rest."""
+        version, wrapping = getattr(self, "fsdp_version", None), getattr(self, "auto_wrap_policy", None)
+        if version not in (None, 2):
+            raise ValueError(f"LaerFSDPPlugin needs fsdp_version=2, got {version}")
+        self.fsdp_version = 2
+        self.laer = self.laer or LaerConfig()
         super().__post_init__()
+        if wrapping is None and getattr(self, "auto_wrap_policy", None) is None:  # the launcher names none
+            self.auto_wrap_policy = transformer_auto_wrap_policy
         install_hook()
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:

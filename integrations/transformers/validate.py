@@ -1,12 +1,13 @@
 """What hf_laer does not work with, said before training: each check names the setting and the cure.
 
 Pure functions of what they are given. ``patch_model`` calls :func:`check_model`; the hook in Accelerate's
-preparation :func:`check_accelerator`, :func:`check_model` and :func:`check_loader`; the Trainer's callback
+preparation :func:`check_state`, :func:`check_model` and :func:`check_loader`; the Trainer's callback
 those and :func:`check_arguments`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_laer.integrations.transformers.families import is_experts
 
 _QUANTIZED_CLASSES = ("Mxfp4GptOssExperts", "FP8Experts")
 _QUANTIZED_PARAMETERS = ("Params4bit", "Int8Params")
-_MOE_WORDS = ("experts", "moe", "mixtureofexperts", "sparsemlp")
+_MOE_NAMES = re.compile(r"experts|sparsemlp|moe(block)?$", re.IGNORECASE)
 
 
 def check_model(model: nn.Module) -> None:
@@ -186,8 +187,7 @@ def _check_reentrant(model: nn.Module) -> None:
 
 
 def _is_moe_like(module: nn.Module) -> bool:
-    kind = type(module).__name__.lower()
-    return is_experts(module) or any(word in kind for word in _MOE_WORDS)
+    return is_experts(module) or _MOE_NAMES.search(type(module).__name__) is not None
 
 
 def _no_experts(model: nn.Module) -> str:

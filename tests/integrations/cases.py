@@ -149,9 +149,7 @@ def loaded_on_one_rank(folder: str, strategy: str) -> Counts:
             tiny_model("qwen3_moe").save_pretrained(folder)
         dist.barrier()
         theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
-        plugin = rig.fsdp_plugin(
-            LaerFSDPPlugin, laer=rig.eager(strategy=strategy), cpu_ram_efficient_loading=True
-        )
+        plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy), cpu_ram_efficient_loading=True)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").train()
         run = rig.Loop("qwen3_moe", plugin, model=model)

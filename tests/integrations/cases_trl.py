@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from packaging.version import Version
 from peft import LoraConfig
-from transformers import TrainerCallback
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from hf_laer.integrations.accelerate import hook
 from hf_laer.integrations.trl import LaerCallback
 from tests.integrations import cases, rig, rig_trl
 
@@ -29,6 +35,53 @@ def trains(folder: str, family: str, strategy: str, **settings: Any) -> cases.Co
 def evaluates(folder: str, strategy: str) -> cases.Counts:
     """Evaluation during training: the same losses, and nothing recorded of it."""
     return trains(folder, "qwen3_moe", strategy, eval_strategy="steps", eval_steps=2)
+
+
+def head_in_root_unit(folder: str, tied: bool) -> cases.Counts:
+    """The cure for torch before 2.13, on any torch: norm and head in FSDP2's root unit, the same losses.
+
+    Evaluation and a checkpoint in mid-training are what fails without it there.
+    """
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "sizes": {"tie_word_embeddings": tied}}
+    cured = hook._one_tail
+    hook._one_tail = hook._tail_in_root
+    callback = LaerCallback(rig.eager(strategy="llep"))
+    try:
+        with rig.fresh_accelerate():
+            saving = {"save_strategy": "steps", "save_steps": 2}
+            trainer = rig_trl.sft_trainer(folder, "qwen3_moe", [callback], **settings, **saving)
+            trainer.train()
+    finally:
+        hook._one_tail = cured
+    units = {name for name, module in trainer.model.named_modules() if isinstance(module, FSDPModule)}
+    assert not units & ({"model.norm", "lm_head"} | ({"model.embed_tokens"} if tied else set()))
+    assert "model.layers.1" in units
+    ours = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    if Version(torch.__version__).release >= (2, 13):
+        theirs = rig.reference(rig_trl.run_sft, folder, "qwen3_moe", **settings)
+        np.testing.assert_allclose(ours, theirs["eval_loss"], rtol=1e-5)
+    return cases.counted(callback.records)
+
+
+def trains_twice_and_saves(folder: str, strategy: str) -> None:
+    """A second ``train()`` goes on as unpatched; ``save_model`` writes what a bare ``from_pretrained`` reads."""
+    runs = []
+    for callbacks in ([], [LaerCallback(rig.eager(strategy=strategy))]):
+        with rig.fresh_accelerate():
+            trainer = rig_trl.sft_trainer(folder, "qwen3_moe", callbacks, max_steps=2)
+            trainer.train()
+            trainer.train()
+            evaluated = trainer.evaluate()
+            trainer.save_model(f"{folder}/final")
+            history = [log for log in trainer.state.log_history if "loss" in log]
+            columns = {key: [log[key] for log in history] for key in ("loss", "grad_norm")}
+            columns["eval_loss"] = [evaluated["eval_loss"]]
+            runs.append({**columns, "weights": rig.gathered(trainer.model)})
+    rig.assert_same(runs[1], runs[0])
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/final", experts_implementation="eager")
+    for name, parameter in saved.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), runs[1]["weights"][name], err_msg=name)
+    dist.barrier()
 
 
 def trains_lora(folder: str, strategy: str) -> cases.Counts:

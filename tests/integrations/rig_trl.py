@@ -23,9 +23,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, VOCABULARY))]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def rows_of_tokens(count: int, seed: int = 0) -> Dataset:
@@ -69,12 +67,13 @@ def sft_trainer(
     *,
     peft: Any = None,
     dataset: Any = None,
+    sizes: dict[str, Any] | None = None,
     **settings: Any,
 ) -> SFTTrainer:
     """TRL's trainer over a small model."""
     set_seed(0)
     return SFTTrainer(
-        model=tiny_model(family),
+        model=tiny_model(family, **sizes or {}),
         args=sft_arguments(folder, **settings),
         train_dataset=rows_of_tokens(48) if dataset is None else dataset,
         eval_dataset=rows_of_tokens(7, seed=1),

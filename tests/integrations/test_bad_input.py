@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerState, TrainingArguments
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from hf_laer import LaerConfig, patch_model
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
@@ -43,13 +44,17 @@ def test_no_moe_layer() -> None:
 
 def test_family_off_the_interface() -> None:
     model = small("jetmoe", intermediate_size=16, num_local_experts=2, num_key_value_heads=1, kv_channels=8)
-    refused(model, "jetmoe", "not on Transformers' experts interface", "mixtral")
+    refused(model, "jetmoe", "JetMoeParallelExperts", "not on Transformers' experts interface", "mixtral")
+
+
+def test_no_moe_layer_left() -> None:
+    refused(tiny_model("qwen3_moe", mlp_only_layers=[0, 1]), "qwen3_moe has no MoE layer")
 
 
 def test_mxfp4_experts() -> None:
     model = tiny_model("gpt_oss")
-    kind = type("Mxfp4GptOssExperts", (nn.Module,), {})
-    model.model.layers[0].mlp.experts = kind()
+    for layer in model.model.layers:
+        layer.mlp.experts = Mxfp4GptOssExperts(model.config)
     refused(model, "Mxfp4GptOssExperts", "Mxfp4Config(dequantize=True)")
 
 
@@ -58,9 +63,7 @@ def test_fp8_experts() -> None:
     experts = model.model.layers[1].mlp.experts
     narrow = experts.gate_up_proj.detach().to(torch.float8_e4m3fn)
     experts.gate_up_proj = nn.Parameter(narrow, requires_grad=False)
-    refused(
-        model, "layers.1.mlp.experts.gate_up_proj", "float8_e4m3fn", "FineGrainedFP8Config(dequantize=True)"
-    )
+    refused(model, "layers.1.mlp.experts.gate_up_proj", "float8_e4m3fn", "FineGrainedFP8Config(dequantize=True)")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=["4bit", "8bit"])
@@ -159,9 +162,7 @@ def test_arguments(tmp_path) -> None:
         return TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **settings)
 
     with pytest.raises(ValueError, match="use_reentrant"):
-        check_arguments(
-            arguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
-        )
+        check_arguments(arguments(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}))
     with pytest.raises(ValueError, match=r"use_liger_kernel=True.*'swiglu': False"):
         check_arguments(SimpleNamespace(use_liger_kernel=True, liger_kernel_config=None))
     check_arguments(SimpleNamespace(use_liger_kernel=True, liger_kernel_config={"swiglu": False}))
@@ -190,9 +191,7 @@ def test_callback_added_after_init(tmp_path) -> None:
 
 def test_offload_needs_a_cpu_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cuda:nccl")
-    with pytest.raises(
-        ValueError, match=r"cpu_offload.*InitProcessGroupKwargs\(backend='cpu:gloo,cuda:nccl'\)"
-    ):
+    with pytest.raises(ValueError, match=r"cpu_offload.*InitProcessGroupKwargs\(backend='cpu:gloo,cuda:nccl'\)"):
         check_offload_group(torch.device("cuda"))
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     check_offload_group(torch.device("cuda"))

@@ -29,3 +29,8 @@ def test_save_pretrained_is_that_of_the_plain_model(ranks, tmp_path, strategy: s
 def test_trainer_resumes(ranks, tmp_path, kind: str) -> None:
     counts = ranks(2).run(cases_trl.resumed, folder=str(tmp_path), strategy="fsep", kind=kind)
     assert counts[0]["moved"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_train_again_then_save(ranks, tmp_path, strategy: str) -> None:
+    ranks(2).run(cases_trl.trains_twice_and_saves, folder=str(tmp_path), strategy=strategy)

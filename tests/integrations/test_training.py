@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from accelerate.utils import TorchDynamoPlugin
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.integrations import cases, cases_trl
 
@@ -53,8 +55,26 @@ def test_optimizers(ranks, how: str) -> None:
     check(ranks, cases.loop, "fsep", family="qwen3_moe", optimizer={how: True})
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layer_by_layer(ranks, checkpointing: bool) -> None:
+    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    plugin = {"activation_checkpointing": checkpointing}
+    check(ranks, cases.loop, "fsep", family="qwen3_moe", plugin=plugin, dynamo_plugin=dynamo)
+
+
+def test_cpu_offload_on_cpus(ranks) -> None:
+    plugin = {"cpu_offload": CPUOffloadPolicy(pin_memory=False)}  # pinning needs a GPU
+    check(ranks, cases.loop, "fsep", family="qwen3_moe", plugin=plugin)
+
+
 def test_evaluation_during_training(ranks, tmp_path) -> None:
     check(ranks, cases_trl.evaluates, "fsep", folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_head_in_root_unit(ranks, tmp_path, tied: bool) -> None:
+    counts = ranks(2).run(cases_trl.head_in_root_unit, folder=str(tmp_path), tied=tied)
+    assert counts[0]["spilled"] > 0
 
 
 @pytest.mark.parametrize("strategy", ["llep", "fsep"])

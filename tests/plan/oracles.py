@@ -93,6 +93,7 @@ def lowest_maximum(totals: np.ndarray, slots: np.ndarray) -> int:
         constraints=LinearConstraint(np.array(rows), low, high),
         integrality=np.ones(size),
         bounds=Bounds(0, np.inf),
+        options={"mip_rel_gap": 0},
     )
     return round(result.fun)
 

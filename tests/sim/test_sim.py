@@ -12,6 +12,7 @@ from hf_laer.sim import (
     Drift,
     Setting,
     Trace,
+    TraceWriter,
     load_trace,
     replay,
     trace_from_csv,
@@ -112,6 +113,20 @@ def test_csv_import(tmp_path):
     path.write_text("step,tokens\n0,5\n")
     with pytest.raises(ValueError, match="lacks the columns expert"):
         trace_from_csv(path)
+
+
+def test_a_writer_keeps_complete_steps_only():
+    writer = TraceWriter(2, {"top_k": 1}, capacity=3)
+    for step in range(4):
+        for layer in (1, 0):
+            writer.add(layer, np.full((2, 3), 10 * step + layer))
+    writer.add(1, np.zeros((2, 3)))
+    trace = writer.trace()
+    assert trace.loads[:, :, 0, 0].tolist() == [[20, 21], [30, 31]]
+    with pytest.raises(ValueError, match="layer 2"):
+        writer.add(2, np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="no step with all 2 layers"):
+        TraceWriter(2).trace()
 
 
 def test_regrouping_keeps_each_rank_a_real_batch(trace):
