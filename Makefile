@@ -27,7 +27,7 @@ OPTIONS =
 sft: setup
 	$(BIN)/accelerate launch --config_file $(LAUNCH) --main_process_port 0 --num_processes $(PROCESSES) \
 		recipes/sft.py --config $(RECIPE) --output_dir $(OUTPUT) $(OPTIONS)
-	$(BIN)/python recipes/generate.py $(OUTPUT)/final
+	$(BIN)/python recipes/generate.py $(OUTPUT)/final "What is 24 * 17?"
 
 test: setup
 	$(BIN)/python -m pytest

@@ -18,6 +18,7 @@ from hf_laer.comm.routes import make_routes
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.layer import MoELayer, Run
+from hf_laer.plan import compile_kernels
 from hf_laer.plan.owners import chunk_owners
 from hf_laer.plan.types import EMPTY, Placement, Plan
 from hf_laer.shard.exchange import SlotTable
@@ -118,6 +119,7 @@ class Engine:
         for layer in self.layers.values():
             self.config.slots_for(layer.spec.num_experts, len(groups[0]))
         self.comms = communicators(mesh, len(groups[0]))
+        _compile_planners(mesh, self.ranks_per_node)
         self._groups, self.mesh = groups, mesh
         self.compute_dtype = self.compute_dtype or compute_dtype
         self.reduce_dtype = self.reduce_dtype or reduce_dtype
@@ -310,6 +312,16 @@ def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
+
+
+def _compile_planners(mesh: DeviceMesh, ranks_per_node: int) -> None:
+    """Now rather than in the first step; one rank of each node first, the others load what it compiled."""
+    first = dist.get_rank() % ranks_per_node == 0
+    if first:
+        compile_kernels()
+    dist.barrier(device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None)
+    if not first:
+        compile_kernels()
 
 
 def _broadcast(full: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, src_rank: int) -> torch.Tensor:

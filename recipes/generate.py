@@ -32,7 +32,7 @@ def main() -> None:
     """Reads the command line and prints the answer."""
     parser = argparse.ArgumentParser(description="Ask a saved model, with nothing but Transformers.")
     parser.add_argument("model", help="folder or hub id of a checkpoint")
-    parser.add_argument("question", nargs="?", default="What is the capital of France?")
+    parser.add_argument("question", nargs="?", default="What is 24 * 17?")
     parser.add_argument("--max_new_tokens", type=int, default=48)
     options = parser.parse_args()
     console = Console()

@@ -37,22 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, help="K (default: the trace's, or the preset's)")
     parser.add_argument("--recompute", choices=("none", "experts", "layer"), default="none")
     parser.add_argument("--forward-only", action="store_true", help="no backward")
-    parser.add_argument(
-        "--other-ms", type=float, help="forward of the rest of a layer (default: attention's)"
-    )
+    parser.add_argument("--other-ms", type=float, help="forward of the rest of a layer (default: attention's)")
     parser.add_argument("--max-rows", type=int, help="rows that a rank computes at a time")
     parser.add_argument("--alpha", type=float, default=1.0, help="LLEP's capacity factor")
     parser.add_argument("--min-tokens", type=int, help="LLEP's m (default: what a transfer is worth)")
     parser.add_argument("--threshold", type=float, default=1.3, help="LLEP's lambda")
-    parser.add_argument(
-        "--interval", type=int, default=20, help="steps between moves of eplb, lplb, smartmoe"
-    )
+    parser.add_argument("--interval", type=int, default=20, help="steps between moves of eplb, lplb, smartmoe")
     parser.add_argument("--history", type=int, default=1, help="steps that fsep sums")
     parser.add_argument("--warmup", type=int, default=5, help="steps not counted")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--regret", action="store_true", help="also say what staleness costs (twice the work)"
-    )
+    parser.add_argument("--regret", action="store_true", help="also say what staleness costs (twice the work)")
     parser.add_argument("--scaling", action="store_true", help="also from 8 to 1024 ranks, one layer")
     parser.add_argument("--out", type=Path, help="write a report: .html or .png")
     parser.add_argument("--json", type=Path, help="write the table's numbers")
@@ -110,9 +104,7 @@ def _setting(args: argparse.Namespace, trace: Trace, nodes: int) -> Setting:
     if not top_k:
         raise ValueError("the trace does not say top_k: give --top-k")
     hidden = args.hidden or int(trace.meta.get("hidden", 4096))
-    intermediate = args.intermediate or int(
-        trace.meta.get("intermediate", max(1, 14336 * 8 // trace.experts))
-    )
+    intermediate = args.intermediate or int(trace.meta.get("intermediate", max(1, 14336 * 8 // trace.experts)))
     tokens = float(trace.loads.sum(axis=(2, 3)).mean()) / trace.ranks / top_k
     other = args.other_ms / 1e3 if args.other_ms is not None else attention_seconds(machine, hidden, tokens)
     cost = CostModel(

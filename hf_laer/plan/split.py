@@ -48,12 +48,12 @@ def exact_split(loads: np.ndarray, placement: Placement, ranks_per_node: int | N
     return Split(*stream_ranges(loads, first, rank, slot, quota, width))
 
 
-def fsep(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None) -> Plan:
+def fsep(loads: np.ndarray, placement: Placement, ranks_per_node: int | None = None, *, slack: int = 0) -> Plan:
     """FSEP's plan: a placement made from recent loads, and the exact split of the loads that are there now.
 
     Placement after LAER-MoE (arXiv 2602.11686); see :func:`exact_split` for arguments and errors.
     """
-    return Plan(placement, exact_split(loads, placement, ranks_per_node))
+    return Plan(placement, exact_split(loads, placement, ranks_per_node, slack=slack))
 
 
 def level_quotas(

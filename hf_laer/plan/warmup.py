@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .laer import initial_placement, laer_placement
+from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .owners import chunk_owners
 from .split import fsep
@@ -14,6 +14,6 @@ def compile_kernels() -> None:
     """Compiles every kernel behind the engine's planners, or loads it from the cache."""
     loads = np.array([[9, 1, 0], [9, 1, 0]], np.int64)
     llep(loads, chunk_owners(3, 2), min_tokens_per_gemm=1, imbalance_threshold=1.0)
-    placement = laer_placement(loads, 2, 2)
-    fsep(loads, placement)
+    fsep(loads, laer_placement(loads, 2, 2))
+    fsep(loads, fsep_placement(loads, 2, 2), ranks_per_node=1)
     fsep(loads, initial_placement(3, 2, 2))

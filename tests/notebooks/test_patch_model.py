@@ -12,9 +12,10 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "patch_model.ipyn
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 def test_notebook_runs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(notebook, timeout=150, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=400, kernel_name="python3")
     client.execute(cwd=str(NOTEBOOK.parent))
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)

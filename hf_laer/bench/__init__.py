@@ -1,0 +1,1 @@
+"""Measurements of the engine, its rivals beside it in the same run."""

@@ -1,0 +1,123 @@
+"""What the engine is measured against, over the same routing: plain PyTorch, written for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_laer.compute.grouped_gemm import Groups, rows_outer, rows_times
+
+
+@dataclass
+class BenchWeights:
+    """Sizes of the experts, and where they are."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def make(self, experts: int) -> list[torch.Tensor]:
+        """Random gate/up ``[experts, 2I, H]`` and down ``[experts, H, I]``."""
+        shapes = ((experts, 2 * self.intermediate, self.hidden), (experts, self.hidden, self.intermediate))
+        kind: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        return [torch.randn(shape, **kind).mul_(0.02).requires_grad_() for shape in shapes]
+
+
+@dataclass
+class Gathered:
+    """What FSDP2 does, without its prefetch: all-gather every expert, compute the own tokens, reduce-scatter."""
+
+    sizes: BenchWeights
+    parameters: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.sizes.experts % dist.get_world_size():
+            raise ValueError(f"{self.sizes.experts} experts do not divide over {dist.get_world_size()} ranks")
+        self.parameters = self.sizes.make(self.sizes.experts // dist.get_world_size())
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        up, down = (_AllGather.apply(weight) for weight in self.parameters)
+        order = index.reshape(-1).argsort(stable=True)
+        counts = torch.bincount(index.reshape(-1), minlength=self.sizes.experts)
+        ends = counts.cumsum(0).to(torch.int32)
+        rows = hidden[order // index.shape[1]]
+        act = _silu_gate(_grouped(rows, up, ends))
+        out = _grouped(act, down, ends) * gates.reshape(-1)[order].unsqueeze(1)
+        back = torch.empty_like(out).index_copy(0, order, out)
+        return back.view(*index.shape, -1).sum(1)
+
+
+@dataclass
+class Products:
+    """The limit to approach: the layer's matrix products alone, for a balanced share of the rows."""
+
+    sizes: BenchWeights
+    parameters: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._weights = self.sizes.make(max(1, self.sizes.experts // dist.get_world_size()))
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        up, down = (weight.detach() for weight in self._weights)
+        return _Products.apply(hidden, index.numel(), up, down)
+
+
+RIVALS: dict[str, Callable[[BenchWeights], Any]] = {"fsdp_gather": Gathered, "gemm": Products}
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor) -> torch.Tensor:
+        full = shard.new_empty(shard.shape[0] * dist.get_world_size(), *shard.shape[1:])
+        dist.all_gather(list(full.chunk(dist.get_world_size())), shard.contiguous())
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        size = dist.get_world_size()
+        shard = grad.new_empty(grad.shape[0] // size, *grad.shape[1:])
+        dist.reduce_scatter(shard, list(grad.contiguous().chunk(size)))
+        return shard
+
+
+class _Products(torch.autograd.Function):
+    """Two products forward, four backward, on rows that need no routing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, count: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        share = count // len(up)
+        groups = Groups.of([share] * len(up), hidden.device)
+        rows = hidden.repeat(-(-share * len(up) // len(hidden)), 1)[: share * len(up)]
+        first = rows_times(rows, up.transpose(1, 2), groups)
+        act = first[:, : first.shape[1] // 2]
+        rows_times(act.contiguous(), down.transpose(1, 2), groups)
+        ctx.save_for_backward(rows, first, act.contiguous(), up, down)
+        ctx.groups = groups
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        rows, first, act, up, down = ctx.saved_tensors
+        rows_times(rows, down, ctx.groups)
+        rows_times(first, up, ctx.groups)
+        rows_outer(first, rows, ctx.groups)
+        rows_outer(rows, act, ctx.groups)
+        return grad, None, None, None
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        return torch.nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    parts = rows.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ matrix.t() for part, matrix in zip(parts, weight, strict=True)])
+
+
+def _silu_gate(up: torch.Tensor) -> torch.Tensor:
+    gate, linear = up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * linear

@@ -1,0 +1,134 @@
+"""``hf-laer bench layer``: one MoE layer, every contender with the same routing in one run. Start it with torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from hf_laer.bench.layer import LAYERS, LayerShape, Measured, measure
+from hf_laer.bench.rivals import RIVALS
+from hf_laer.config import STRATEGIES
+
+CONTENDERS = (*STRATEGIES, *RIVALS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``hf-laer bench layer``."""
+    parser.add_argument("--layer", choices=LAYERS, help="a layer by name; sizes given by hand go before it")
+    for name in ("experts", "hidden", "intermediate", "top-k"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank (default 8192)")
+    parser.add_argument("--routing", default="balanced,95:4", help="balanced, zipf, R:h; comma separated")
+    parser.add_argument("--contenders", default="ep,llep,fsep,fsdp_gather,gemm", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--iterations", type=int, default=8, help="timed iterations (default 8)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measures, prints a table on the first rank."""
+    shape = _shape(args)
+    contenders, scenarios = args.contenders.split(","), args.routing.split(",")
+    unknown = [name for name in contenders if name not in CONTENDERS]
+    if unknown:
+        raise ValueError(f"--contenders {', '.join(unknown)} unknown; known: {', '.join(CONTENDERS)}")
+    if args.iterations < 1:
+        raise ValueError(f"--iterations {args.iterations} must be at least 1")
+    device, started = _join()
+    try:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        rows = [
+            measure(shape, contender, scenario, device, dtype, args.iterations)
+            for scenario in scenarios
+            for contender in contenders
+        ]
+        if dist.get_rank() == 0:
+            console.print(_table(shape, rows, device))
+            if args.json:
+                _write(args.json, shape, rows)
+    finally:
+        if started:
+            dist.destroy_process_group()
+    return 0
+
+
+def _shape(args: argparse.Namespace) -> LayerShape:
+    sizes = dict(LAYERS.get(args.layer or "", {}))
+    for name in ("experts", "hidden", "intermediate", "top_k"):
+        given = getattr(args, name)
+        if given is not None:
+            sizes[name] = given
+        if sizes.get(name, 0) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, or name a layer: {', '.join(LAYERS)}")
+    if args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens} must be at least 1")
+    return LayerShape(**sizes, tokens=args.tokens)
+
+
+def _join() -> tuple[torch.device, bool]:
+    """This rank's device; joins torchrun's processes, or is a world of its own."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device, False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device, True
+
+
+def _table(shape: LayerShape, rows: list[Measured], device: torch.device) -> Table:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    title = (
+        f"E {shape.experts} H {shape.hidden} I {shape.intermediate} K {shape.top_k}, {shape.tokens} tokens per rank, "
+        f"{dist.get_world_size()} x {where}, torch {torch.__version__}"
+    )
+    table = Table(title=title, caption="ceiling: the same contender's balanced step; gemm: the products alone")
+    for head in ("routing", "contender", "forward ms", "step ms", "of ceiling", "x gemm", "peak GiB", "imbalance"):
+        table.add_column(head, justify="left" if head in ("routing", "contender") else "right")
+    balanced = {row.contender: row.step_ms for row in rows if row.routing == "balanced"}
+    for row in rows:
+        ceiling, gemm = balanced.get(row.contender), balanced.get("gemm")
+        table.add_row(
+            row.routing,
+            row.contender,
+            f"{row.forward_ms:.2f}",
+            f"{row.step_ms:.2f}",
+            f"{ceiling / row.step_ms:.0%}" if ceiling else "",
+            f"{row.step_ms / gemm:.2f}" if gemm else "",
+            f"{row.peak_gb:.1f}",
+            f"{row.imbalance_before:.2f} > {row.imbalance_after:.3f}" if row.imbalance_after else "",
+        )
+    return table
+
+
+def _write(path: Path, shape: LayerShape, rows: list[Measured]) -> None:
+    values = {
+        "shape": vars(shape),
+        "ranks": dist.get_world_size(),
+        "torch": str(torch.__version__),
+        "hf_laer": importlib.metadata.version("hf_laer") if _installed() else None,
+        "rows": [row.as_dict() for row in rows],
+    }
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(values, indent=2), encoding="utf-8")
+    aside.replace(path)
+
+
+def _installed() -> bool:
+    try:
+        importlib.metadata.version("hf_laer")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,75 @@
+"""``hf-laer bench layer`` runs on any ranks; its rivals compute what the engine computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_laer.bench.layer import LayerShape, _contender
+from hf_laer.bench.rivals import Gathered
+from hf_laer.bench.routing import routing
+from hf_laer.cli.main import main
+from tests.models import assert_close
+
+SMALL = ["--experts", "6", "--hidden", "8", "--intermediate", "12", "--top-k", "2", "--tokens", "32"]
+
+
+def run_command(path: str) -> int:
+    """The command on every rank of a pool."""
+    return main(["bench", "layer", *SMALL, "--routing", "balanced,80:2,zipf", "--iterations", "2", "--json", path])
+
+
+def rival_equals_engine() -> None:
+    """FSDP's corner, written twice: output and input gradient."""
+    shape = LayerShape(experts=6, hidden=8, intermediate=12, top_k=2, tokens=32)
+    run, _, engine = _contender(shape, "fsdp", torch.device("cpu"), torch.float32)
+    rival, _, _ = _contender(shape, "fsdp_gather", torch.device("cpu"), torch.float32)
+    assert engine is not None
+    assert isinstance(rival, Gathered)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    homes = engine.layers["experts"].homes
+    for weight, name in zip(rival.parameters, ("gate_up_proj", "down_proj"), strict=True):
+        full = homes[name].parameter.detach().full_tensor()
+        weight.data = full.chunk(size)[rank].clone()
+    index = routing("zipf", shape.tokens, shape.experts, shape.top_k, rank, torch.device("cpu"))
+    hidden, gates = torch.randn(shape.tokens, shape.hidden), torch.rand(index.shape)
+    results = []
+    for contender in (run, rival):
+        leaf = hidden.clone().requires_grad_()
+        out = contender(leaf, index, gates)
+        out.square().sum().backward()
+        results.append((out.detach(), leaf.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs, "rival")
+
+
+def test_bench_layer(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "layer.json"
+    assert ranks(2).run(run_command, path=str(path)) == [0, 0]
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 15
+    assert all(row["step_ms"] > 0 for row in rows)
+    hot = next(row for row in rows if row["contender"] == "llep" and row["routing"] == "80:2")
+    assert hot["imbalance_before"] > 1.3
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_rival_equals_engine(ranks) -> None:
+    ranks(2).run(rival_equals_engine)
+
+
+def test_balanced_routing_is_balanced() -> None:
+    chosen = [routing("balanced", 16, 64, 2, rank, torch.device("cpu")) for rank in range(8)]
+    counts = torch.stack([torch.bincount(c.reshape(-1), minlength=64) for c in chosen])
+    assert counts.sum(0).tolist() == [4] * 64
+    assert len({tuple(c.reshape(-1).tolist()) for c in chosen}) == 8
+
+
+@pytest.mark.parametrize("arguments", [["--routing", "80:1"], ["--routing", "often"], ["--contenders", "us"]])
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "layer", *SMALL, *arguments]) == 2
+    assert arguments[1] in capsys.readouterr().err
