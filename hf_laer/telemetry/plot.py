@@ -102,4 +102,5 @@ def _draw_layers(axes: Any, summaries: Sequence[LayerSummary]) -> None:
     axes.plot(places, [summary.after_mean for summary in summaries], "D", color=AFTER, label="planned")
     axes.set_xticks(places, [short_name(summary.layer).split(".")[-1] for summary in summaries], fontsize="small")
     axes.set(title="every layer: mean of max/mean over ranks", xlabel="layer", ylabel="max / mean")
+    axes.set_ylim(bottom=0.98)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
