@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 from hf_laer.config import LaerConfig
 from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.hook import install_hook
+from hf_laer.integrations.accelerate.resume import of_first_rank
 from hf_laer.integrations.transformers import get_engine, patch_model
 from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_state
 from hf_laer.plan.types import imbalance
@@ -96,7 +97,7 @@ class LaerCallback(TrainerCallback, ExportableState):
         if state.global_step and not self._engine.is_sharded:
             logger.warning(_EXPERTS_NOT_LOADED)
         memory = _saved(state.stateful_callbacks, type(self).__name__).get("memory", {})
-        self._engine.load_state_dict(memory)
+        self._engine.load_state_dict(of_first_rank(memory))
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any

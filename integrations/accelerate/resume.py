@@ -11,6 +11,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -29,10 +31,21 @@ def register_state_hooks(accelerator: Accelerator, engine: Engine) -> None:
 
     def load(models: list[Any], folder: str) -> None:
         path = Path(folder, FILE)
-        if path.exists():
-            engine.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
-        else:  # a checkpoint from before the model was patched
-            logger.info("hf_laer: no %s in the checkpoint, placements start anew", FILE)
+        memory = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        engine.load_state_dict(of_first_rank(memory))
+        if not memory:  # a checkpoint from before the model was patched
+            logger.info("no %s in the checkpoint: placements start anew", FILE)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+def of_first_rank(memory: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's ``memory``, on every rank. Collective.
+
+    Ranks that remember differently would plan differently, and wait for each other; a node may not see the file.
+    """
+    box = [memory]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from datasets import Dataset
 from torch import nn
@@ -17,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerState, Trainin
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from hf_laer import LaerConfig, patch_model
-from hf_laer.integrations.accelerate import LaerFSDPPlugin
+from hf_laer.integrations import upstream
+from hf_laer.integrations.accelerate import LaerFSDPPlugin, enable_cpu_fsdp
 from hf_laer.integrations.accelerate.hook import check_offload_group
 from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_model, check_state
 from hf_laer.integrations.trl import LaerCallback
@@ -195,6 +197,13 @@ def test_offload_needs_a_cpu_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
         check_offload_group(torch.device("cuda"))
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     check_offload_group(torch.device("cuda"))
+
+
+def test_cpu_fsdp_after_the_first_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {"distributed_type": DistributedType.MULTI_CPU})
+    monkeypatch.setattr(upstream, "is_installed", lambda name: False)
+    with pytest.raises(RuntimeError, match="before the first"):
+        enable_cpu_fsdp()
 
 
 def test_plugin_is_fsdp2_by_default() -> None:
