@@ -49,17 +49,16 @@ def main() -> None:
     settings = parse()
     state = PartialState()
     check_processes(state)
-    console = make_console(state)
-    try:
-        run(settings, state, console)
-    finally:
-        # A rank that leaves while another still saves may abort at exit; after an error nobody waits.
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    run(settings, state, make_console(state))
+    # A process that leaves while another still saves may abort at exit. After an error the launcher ends them all:
+    # waiting for the others here would hang.
+    state.wait_for_everyone()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def run(settings: Settings, state: PartialState, console: Console) -> None:
-    """The job between set-up and tear-down of the processes."""
+    """The job: model, data, training, report, checkpoint."""
     callback = make_callback(settings)
     output = Path(settings.training.output_dir or "outputs")
     trainer = make_trainer(settings, model_path(settings, output, state), callback, console)
@@ -71,7 +70,6 @@ def run(settings: Settings, state: PartialState, console: Console) -> None:
     console.print(f"checkpoint: {final}", highlight=False)
     if callback and settings.recipe.require_moves:
         check_moves(records, settings.laer.strategy)
-    state.wait_for_everyone()
 
 
 def make_console(state: PartialState) -> Console:

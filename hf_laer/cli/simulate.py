@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float, default=1.3, help="LLEP's lambda")
     parser.add_argument("--interval", type=int, default=20, help="steps between moves of eplb, lplb, smartmoe")
     parser.add_argument("--history", type=int, default=1, help="steps that fsep sums")
+    parser.add_argument("--group-size", type=int, help="tokens stay in groups of ranks (laer, fsep, fsep+llep)")
     parser.add_argument("--warmup", type=int, default=5, help="steps not counted")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--regret", action="store_true", help="also say what staleness costs (twice the work)")
@@ -120,12 +121,13 @@ def _setting(args: argparse.Namespace, trace: Trace, nodes: int) -> Setting:
     return Setting(
         cost,
         trace.experts,
-        _slots(args.experts_per_rank, trace, machine.num_ranks),
+        _slots(args.experts_per_rank, trace, args.group_size or machine.num_ranks),
         capacity_factor=args.alpha,
         min_tokens=args.min_tokens,
         threshold=args.threshold,
         interval=args.interval,
         history=args.history,
+        group=args.group_size,
     )
 
 

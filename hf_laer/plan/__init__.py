@@ -3,6 +3,7 @@
 from .cost import CostModel, balanced_ideal, lower_bound, predict
 from .eplb import eplb, eplb_placement, lplb
 from .fixed import ep, fsdp, fsdp_ep
+from .groups import join_groups, stack_groups
 from .guard import no_worse_than_ep
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
@@ -48,6 +49,7 @@ __all__ = [
     "get_planner",
     "imbalance",
     "initial_placement",
+    "join_groups",
     "laer",
     "laer_placement",
     "llep",
@@ -61,6 +63,7 @@ __all__ = [
     "read_topology",
     "smartmoe",
     "smartmoe_owners",
+    "stack_groups",
     "topology",
     "traffic",
 ]

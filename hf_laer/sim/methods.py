@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +25,9 @@ class Setting:
         threshold: LLEP's lambda.
         interval: Steps between re-placements of ``eplb``, ``lplb`` and ``smartmoe``, which move for good.
         history: Steps whose loads ``fsep`` sums; ``laer`` sums five, as published.
-        guard: Whether ``llep`` falls back to ``ep`` where spilling is predicted not to pay.
+        group: Tokens stay inside groups of so many ranks (``laer``, ``fsep`` and ``fsep+llep``); ``None``: all ranks.
+        guard: Whether ``llep`` falls back to ``ep``, and ``fsep+llep`` to ``fsep``, where spilling is predicted
+            not to pay.
     """
 
     cost: CostModel
@@ -37,12 +39,20 @@ class Setting:
     interval: int = 20
     history: int = 1
     guard: bool = True
+    group: int | None = None
 
     def __post_init__(self) -> None:
-        check_room(self.experts, self.ranks, self.slots)
+        if self.group is not None and (self.group < 1 or self.ranks % self.group):
+            raise ValueError(f"groups of {self.group} ranks do not divide {self.ranks}")
+        check_room(self.experts, self.group or self.ranks, self.slots)
         for name in ("interval", "history"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def within_group(self) -> Setting:
+        """The same for the ranks of one group."""
+        machine = replace(self.cost.topology, num_ranks=self.group or self.ranks)
+        return replace(self, cost=replace(self.cost, topology=machine), group=None)
 
     @property
     def ranks(self) -> int:
@@ -139,6 +149,7 @@ def _fsep_llep(loads: np.ndarray, state: object, setting: Setting) -> Plan:
         setting.width,
         capacity_factor=setting.capacity_factor,
         min_tokens_per_gemm=setting.least,
+        cost=setting.cost if setting.guard else None,
     )
 
 
@@ -231,6 +242,39 @@ METHODS: dict[str, Method] = {
         foreseen=True,
     ),
 }
+
+
+def grouped(method: Method, setting: Setting) -> Method:
+    """``method`` in each of the setting's groups by itself; its state is the groups' placements, stacked.
+
+    What a method weighs while it plans, it weighs with the group's links; the prediction is the whole world's.
+
+    Raises:
+        ValueError: A method that does not shard experts over all ranks and re-lay them out.
+    """
+    if method.home != "sharded" or method.start is None or method.place is None:
+        able = [name for name, one in METHODS.items() if one.home == "sharded" and one.place is not None]
+        raise ValueError(f"groups are for {', '.join(able)}: the others' experts have a home in the whole world")
+    one, start, place = setting.within_group(), method.start, method.place
+    groups = [slice(at, at + one.ranks) for at in range(0, setting.ranks, one.ranks)]
+
+    def rows(state: object) -> list[Placement]:
+        return [Placement(_placement(state).slots[group]) for group in groups]
+
+    def place_all(loads: np.ndarray, state: object, _: Setting) -> Placement:
+        placed = [place(loads[at], old, one) for at, old in zip(groups, rows(state), strict=True)]
+        return planners.stack_groups([_placement(new) for new in placed])
+
+    def plan_all(loads: np.ndarray, state: object, _: Setting) -> Plan:
+        plans = [method.plan(loads[at], old, one) for at, old in zip(groups, rows(state), strict=True)]
+        return planners.join_groups(plans, loads)
+
+    return replace(
+        method,
+        plan=plan_all,
+        start=lambda _: planners.stack_groups([_placement(start(one))] * len(groups)),
+        place=place_all,
+    )
 
 
 def get_method(name: str) -> Method:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_laer.plan import EMPTY, Placement, Plan, Prediction, imbalance, lower_bound, predict
 
-from .methods import Method, Setting, get_method
+from .methods import Method, Setting, get_method, grouped
 from .trace import Trace
 
 METRICS = (
@@ -91,6 +91,8 @@ def replay(
     if trace.experts != setting.experts:
         raise ValueError(f"the trace has {trace.experts} experts, the setting {setting.experts}")
     method = None if name == "lower_bound" else get_method(name)
+    if method is not None and setting.group is not None and setting.group < setting.ranks:
+        method = grouped(method, setting)
     chosen = list(range(trace.layers)) if layers is None else list(layers)
     warmup = min(warmup, trace.steps - 1)
 

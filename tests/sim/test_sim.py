@@ -1,5 +1,7 @@
 """Traces, drifting loads, and replays with the staleness that each method has."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -155,6 +157,19 @@ def test_replay_is_the_same_whatever_the_threads(trace, setting):
         assert (one.values[metric] == two.values[metric]).all()
 
 
+@pytest.mark.parametrize("name", ["laer", "fsep", "fsep+llep"])
+def test_tokens_stay_in_their_group(name, trace, setting):
+    small = replace(setting, group=4, slots=5)
+    done = replay(trace, name, small, warmup=3)
+    own = trace.layer(0)[3:, :4].sum(axis=(1, 2))
+    assert (done.rank_loads[:, :4].sum(axis=1) == own).all()
+    assert done.mean("foreign") == 0  # a group is a node here
+    with pytest.raises(ValueError, match="groups are for laer, fsep, fsep"):
+        replay(trace, "llep", small)
+    with pytest.raises(ValueError, match="groups of 3 ranks do not divide 8"):
+        replace(setting, group=3)
+
+
 def test_methods_see_only_the_past(trace, setting):
     """Changing the last step changes no earlier one."""
     loads = trace.loads.copy()
@@ -167,6 +182,8 @@ def test_methods_see_only_the_past(trace, setting):
 def test_order_of_methods_on_drifting_loads(trace, setting):
     mean = {name: replay(trace, name, setting).mean("imbalance") for name in METHODS}
     assert mean["fsep+llep"] <= mean["fsep"] <= mean["laer"]
+    seconds = {name: replay(trace, name, setting).mean("seconds") for name in ("fsep", "fsep+llep")}
+    assert seconds["fsep+llep"] <= seconds["fsep"] * (1 + 1e-9)
     assert mean["fsep"] < mean["fsdp_ep"]
     assert mean["llep"] < mean["ep"]
     assert mean["lplb"] <= mean["eplb"]
