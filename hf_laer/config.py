@@ -52,7 +52,7 @@ class LaerConfig:
     imbalance_threshold: float = 1.3
     slots_per_rank: int | None = None
     relayout_interval: int = 1
-    history: int = 5
+    history: int = 2
     group_size: int | None = None
     ranks_per_node: int | None = None
     compute_dtype: str | None = None

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_laer import tape
 from hf_laer.comm.routes import Routes
 from hf_laer.comm.tokens import combine, dispatch, return_gates
-from hf_laer.compute.experts import bias_of, experts_backward, first_product, second_product
+from hf_laer.compute.experts import Weights, bias_of, experts_backward, first_product, second_product
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.shard.exchange import SlotTable, start_reshard, unshard
@@ -117,7 +117,7 @@ class MoELayer:
         """The homes whose parameters get gradients."""
         return {name: home for name, home in self.homes.items() if home.parameter.requires_grad}
 
-    def slots(self, run: Run, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    def slots(self, run: Run, dtype: torch.dtype, device: torch.device) -> Weights:
         """Unshards the run's experts into this rank's slots; valid until the pool's next use."""
         return unshard(self.homes, run.table, self.engine.comms.weights, self.engine.pool, dtype, device)
 
@@ -152,7 +152,7 @@ class MoELayer:
         grad_hidden = combine(gather_sum(grads.rows, routes.row_places, dtype), routes, tokens, dtype)
         return grad_hidden, return_gates(grads.gates, routes, tokens)
 
-    def _send_home(self, run: Run, grads: dict[str, torch.Tensor]) -> None:
+    def _send_home(self, run: Run, grads: Weights) -> None:
         if not grads:
             return
         engine, homes = self.engine, self.trained

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import initial_placement, laer_placement
+from hf_laer.plan import fsep_placement, initial_placement
 from hf_laer.plan.types import Placement
 
 
@@ -75,6 +75,6 @@ class LayerTuner:
     def _work_out(self, loads: np.ndarray) -> list[Placement]:
         slots = [self._config.slots_for(loads.shape[1], len(group)) for group in self._groups]
         return [
-            laer_placement(loads[group.start : group.stop], len(group), room, ranks_per_node=self._ranks_per_node)
+            fsep_placement(loads[group.start : group.stop], len(group), room, ranks_per_node=self._ranks_per_node)
             for group, room in zip(self._groups, slots, strict=True)
         ]

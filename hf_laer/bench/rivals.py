@@ -94,9 +94,9 @@ class _Products(torch.autograd.Function):
         share = count // len(up)
         groups = Groups.of([share] * len(up), hidden.device)
         rows = hidden.repeat(-(-share * len(up) // len(hidden)), 1)[: share * len(up)]
-        first = rows_times(rows, up.transpose(1, 2), groups)
+        first = rows_times(rows, (up.transpose(1, 2),), groups)
         act = first[:, : first.shape[1] // 2]
-        rows_times(act.contiguous(), down.transpose(1, 2), groups)
+        rows_times(act.contiguous(), (down.transpose(1, 2),), groups)
         ctx.save_for_backward(rows, first, act.contiguous(), up, down)
         ctx.groups = groups
         return hidden.clone()
@@ -104,10 +104,10 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         rows, first, act, up, down = ctx.saved_tensors
-        rows_times(rows, down, ctx.groups)
-        rows_times(first, up, ctx.groups)
-        rows_outer(first, rows, ctx.groups)
-        rows_outer(rows, act, ctx.groups)
+        rows_times(rows, (down,), ctx.groups)
+        rows_times(first, (up,), ctx.groups)
+        rows_outer(first, rows, ctx.groups, (len(up),))
+        rows_outer(rows, act, ctx.groups, (len(up),))
         return grad, None, None, None
 
 

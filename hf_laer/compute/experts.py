@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from hf_laer.compute.grouped_gemm import Groups, group_sums, rows_outer, rows_times
+from hf_laer.compute.grouped_gemm import Groups, Stacks, group_sums, rows_outer, rows_times
 from hf_laer.compute.spec import ExpertsSpec
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Stacks]
 
 
 class ExpertGradients(NamedTuple):
@@ -21,7 +21,7 @@ class ExpertGradients(NamedTuple):
     Args:
         rows: ``[A, H]``, of the input rows.
         gates: float32 ``[A]``, of each row's routing weight.
-        weights: Parameter name to ``[S, …]``, only those asked for.
+        weights: Parameter name to stacks of ``[S', …]``, only those asked for.
     """
 
     rows: torch.Tensor
@@ -74,24 +74,25 @@ def experts_backward(
         grad_gates = grad_gates + (grad_out @ down_bias.t()).float().gather(1, groups.slot.unsqueeze(1)).squeeze(1)
     grad_rows = rows_times(gate.up, _backward_view(spec, weights[spec.up]), groups)
     grads: Weights = {}
+    sizes = tuple(len(stack) for stack in weights[spec.up])
     for name, left, right in ((spec.up, rows, gate.up), (spec.down, gate.weighted_act, grad_out)):
         if name in wanted:
-            grads[name] = rows_outer(*((left, right) if spec.is_transposed else (right, left)), groups)
+            grads[name] = rows_outer(*((left, right) if spec.is_transposed else (right, left)), groups, sizes)
     if spec.up_bias is not None and spec.up_bias in wanted:
-        grads[spec.up_bias] = group_sums(gate.up, groups)
+        grads[spec.up_bias] = group_sums(gate.up, groups).split(sizes)
     if spec.down_bias is not None and spec.down_bias in wanted:
-        grads[spec.down_bias] = group_sums(grad_out, groups, gates)
+        grads[spec.down_bias] = group_sums(grad_out, groups, gates).split(sizes)
     return ExpertGradients(grad_rows, grad_gates, grads)
 
 
 def bias_of(weights: Weights, name: str | None) -> torch.Tensor | None:
-    """The unsharded bias of that name, if there is one."""
-    return None if name is None else weights[name]
+    """The unsharded bias of that name ``[S, n]``, if there is one."""
+    return None if name is None else torch.cat(weights[name])
 
 
-def _forward_view(spec: ExpertsSpec, weight: torch.Tensor) -> torch.Tensor:
-    return weight if spec.is_transposed else weight.transpose(1, 2)
+def _forward_view(spec: ExpertsSpec, stacks: Stacks) -> Stacks:
+    return stacks if spec.is_transposed else tuple(stack.transpose(1, 2) for stack in stacks)
 
 
-def _backward_view(spec: ExpertsSpec, weight: torch.Tensor) -> torch.Tensor:
-    return weight.transpose(1, 2) if spec.is_transposed else weight
+def _backward_view(spec: ExpertsSpec, stacks: Stacks) -> Stacks:
+    return tuple(stack.transpose(1, 2) for stack in stacks) if spec.is_transposed else stacks

@@ -5,11 +5,15 @@ Letters in shapes: A rows sorted by slot, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 _ALIGNMENT_BYTES = 16
+
+# The matrices of consecutive slots, in one or more tensors: what is used where it lives, and what was fetched.
+Stacks = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +29,7 @@ class Groups:
     counts: list[int]
     ends: torch.Tensor
     slot: torch.Tensor
+    _split: dict[tuple[int, ...], list[tuple[int, int, Groups]]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, counts: list[int], device: torch.device) -> Groups:
@@ -33,18 +38,43 @@ class Groups:
         slot = torch.arange(len(counts), device=device).repeat_interleave(sizes, output_size=sum(counts))
         return cls(counts, sizes.cumsum(0).to(torch.int32), slot)
 
+    def split(self, sizes: tuple[int, ...]) -> list[tuple[int, int, Groups]]:
+        """The groups of consecutive runs of ``sizes`` slots, each with its first row and one past its last."""
+        if sizes not in self._split:
+            self._split[sizes] = list(self._runs(sizes))
+        return self._split[sizes]
 
-def rows_times(rows: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _runs(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, int, Groups]]:
+        slots, rows = 0, 0
+        for size in sizes:
+            counts = self.counts[slots : slots + size]
+            stop = rows + sum(counts)
+            yield rows, stop, Groups(counts, self.ends[slots : slots + size] - rows, self.slot[rows:stop] - slots)
+            slots, rows = slots + size, stop
+
+
+def rows_times(rows: torch.Tensor, stacks: Stacks, groups: Groups) -> torch.Tensor:
     """Each row times its slot's matrix.
 
     Args:
         rows: ``[A, k]``.
-        weight: ``[S, k, n]``, may be a transposed view.
+        stacks: The slots' matrices, ``[S', k, n]`` each, maybe transposed views; together S.
         groups: Rows per slot.
 
     Returns:
         ``[A, n]`` in the rows' dtype.
     """
+    parts = [
+        _rows_times(rows[start:stop], stack, own)
+        for stack, (start, stop, own) in zip(stacks, groups.split(_sizes(stacks)), strict=True)
+        if stop > start
+    ]
+    if not parts:
+        return rows.new_empty(0, stacks[0].shape[2])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _rows_times(rows: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
     if _kernel_takes(rows, weight):
         return torch.nn.functional.grouped_mm(rows, weight, offs=groups.ends)
     out = rows.new_empty(rows.shape[0], weight.shape[2])
@@ -54,17 +84,22 @@ def rows_times(rows: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torc
     return out
 
 
-def rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
+def rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups, sizes: tuple[int, ...]) -> Stacks:
     """The weight gradient: per slot, ``left`` transposed times ``right`` over the slot's rows.
 
     Args:
         left: ``[A, m]``.
         right: ``[A, n]``.
         groups: Rows per slot.
+        sizes: Slots of each stack of the result.
 
     Returns:
-        ``[S, m, n]``; zero where a slot has no rows.
+        ``[S', m, n]`` each; zero where a slot has no rows.
     """
+    return tuple(_rows_outer(left[start:stop], right[start:stop], own) for start, stop, own in groups.split(sizes))
+
+
+def _rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
     if _kernel_takes(left, right):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=groups.ends)
     out = left.new_zeros(len(groups.counts), left.shape[1], right.shape[1])
@@ -72,6 +107,10 @@ def rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch
         if stop > start:
             torch.mm(left[start:stop].t(), right[start:stop], out=out[slot])
     return out
+
+
+def _sizes(stacks: Stacks) -> tuple[int, ...]:
+    return tuple(len(stack) for stack in stacks)
 
 
 def group_sums(rows: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None) -> torch.Tensor:

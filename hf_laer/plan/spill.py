@@ -12,8 +12,9 @@ import math
 import numpy as np
 
 from ._jit import kernel
+from .cost import CostModel, predict
 from .order import descending
-from .split import level_quotas, stream_ranges
+from .split import fsep, level_quotas, stream_ranges
 from .types import EMPTY, Placement, Plan, Split
 from .validate import check_loads, check_placement, node_width
 
@@ -25,6 +26,7 @@ def fsep_llep(
     *,
     capacity_factor: float = 1.0,
     min_tokens_per_gemm: int = 1024,
+    cost: CostModel | None = None,
 ) -> Plan:
     """FSEP's placement (arXiv 2602.11686), the exact split, then LLEP's spill (arXiv 2601.17111) of the rest.
 
@@ -35,6 +37,9 @@ def fsep_llep(
         capacity_factor: A rank's capacity as a multiple of the mean load.
         min_tokens_per_gemm: m, how many tokens a transfer of an expert must be worth: the gain exceeds the
             cost.
+
+        cost: If given, plans carry a prediction, and one that is predicted slower than :func:`fsep`'s is
+            replaced by it: what is spilled must gain more than its weights cost.
 
     Returns:
         A plan whose slot rows list the placement's experts, then those spilled in; loads stay at or below
@@ -57,12 +62,22 @@ def fsep_llep(
     np.add.at(held, rank, quota)
     least = min(int(min_tokens_per_gemm), max(total, 1))
     if int(held.max()) < capacity + least:
-        return Plan(placement, Split(*stream_ranges(loads, first, rank, slot, quota, width)))
+        level = Plan(placement, Split(*stream_ranges(loads, first, rank, slot, quota, width)))
+        return level if cost is None else predict(level, loads, cost, home="sharded", foreseen=placement)
     expert_of = np.repeat(np.arange(loads.shape[1]), np.diff(first))
     moved = _spill(slots, expert_of, rank, quota, held, capacity, least, width)
     table, first, rank, slot, quota, spilled = _merge(slots, loads.shape[1], expert_of, rank, slot, quota, *moved)
     split = Split(*stream_ranges(loads, first, rank, slot, quota, width))
-    return Plan(Placement(table), split, spilled=int(spilled))
+    plan = Plan(Placement(table), split, spilled=int(spilled))
+    if cost is None:
+        return plan
+    plain, full = (
+        predict(one, loads, cost, home="sharded", foreseen=placement)
+        for one in (fsep(loads, placement, ranks_per_node), plan)
+    )
+    assert plain.predicted is not None
+    assert full.predicted is not None
+    return full if full.predicted.seconds < plain.predicted.seconds else plain
 
 
 @kernel

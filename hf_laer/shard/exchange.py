@@ -104,6 +104,24 @@ def _is_local(layout: Layout, table: SlotTable) -> bool:
     )
 
 
+def beyond_own(homes: dict[str, Home], table: SlotTable) -> SlotTable | None:
+    """What the slots hold beyond each rank's own experts.
+
+    ``None`` unless every rank's slots start with its own experts and its home holds them whole: then these are used
+    where they live. The same answer on all ranks.
+    """
+    return _beyond_own(next(iter(homes.values())).layout, table)
+
+
+@lru_cache(maxsize=1024)
+def _beyond_own(layout: Layout, table: SlotTable) -> SlotTable | None:
+    own = [tuple(experts) for experts in layout.experts]
+    whole = all(len(rows) == layout.shape[1] for rows in layout.rows)
+    if not whole or any(held[: len(mine)] != mine for held, mine in zip(table, own, strict=True)):
+        return None
+    return tuple(held[len(mine) :] for held, mine in zip(table, own, strict=True))
+
+
 def unshard(
     homes: dict[str, Home],
     table: SlotTable,
@@ -111,7 +129,7 @@ def unshard(
     pool: SlotPool,
     dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, tuple[torch.Tensor, ...]]:
     """Fills this rank's slots.
 
     Args:
@@ -123,22 +141,30 @@ def unshard(
         device: Where the slots are.
 
     Returns:
-        Name to ``[S, D, …]``.
+        Name to stacks ``[S', D, …]``, together S slots.
     """
-    me, local = comm.rank, is_local(homes, table)
     blocks = {name: home.local.to(device, dtype, non_blocking=True) for name, home in homes.items()}
-    if local and all(table[me] == tuple(home.layout.experts[me]) for home in homes.values()):
-        return blocks
-    slots = {
-        name: pool.take(name, (len(table[me]), *home.layout.shape[1:]), dtype, device) for name, home in homes.items()
-    }
+    beyond = beyond_own(homes, table)
+    fetched = _fetch(homes, blocks, table if beyond is None else beyond, comm, pool)
+    if beyond is None:
+        return {name: (slots,) for name, slots in fetched.items()}
+    return {name: (blocks[name], fetched[name]) for name in homes}
+
+
+def _fetch(
+    homes: dict[str, Home], blocks: dict[str, torch.Tensor], table: SlotTable, comm: Communicator, pool: SlotPool
+) -> dict[str, torch.Tensor]:
+    """Name to ``[S, D, …]``: the experts of this rank's row of ``table``, from this home and the others."""
+    me, slots = comm.rank, {}
     for name, home in homes.items():
+        shape = (len(table[me]), *home.layout.shape[1:])
+        slots[name] = pool.take(name, shape, blocks[name].dtype, blocks[name].device)
         own = piece(home.layout, me, table[me])
         _copy(own.of_slots(slots[name]), own.of_home(blocks[name]))
-    if not local:
+    if not is_local(homes, table):
         leaving = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
         coming = [[(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in range(comm.size)]
-        message = _pack(leaving, me, blocks, Piece.of_home, dtype)
+        message = _pack(leaving, me, blocks, Piece.of_home)
         arrived = comm.all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
         for name, p, part in _unpack(coming, me, arrived):
             _copy(p.of_slots(slots[name]), part)
@@ -151,14 +177,16 @@ class Reshard:
 
     Args:
         homes: The trained parameters by name.
-        grads: Name to ``[S, D, …]``, the gradients of this rank's slots.
-        table: Per rank of ``comm``, the experts in its slots.
+        own: Name to gradients of this rank's block that were made where it lives, if they were.
+        grads: Name to ``[S, D, …]``, the gradients of the slots in ``table``.
+        table: Per rank of ``comm``, the experts in these slots.
         comm: The ranks over which the homes are sharded.
         replicas: Ranks that hold the same blocks (HSDP).
         pending: What arrives from other ranks, if anything travels.
     """
 
     homes: dict[str, Home]
+    own: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
     table: SlotTable
     comm: Communicator
@@ -170,8 +198,9 @@ class Reshard:
         me = self.comm.rank
         parts: dict[str, list[Part]] = {}
         for name, home in self.homes.items():
-            own = piece(home.layout, me, self.table[me])
-            parts[name] = _parts(own, own.of_slots(self.grads.pop(name)))
+            here = piece(home.layout, me, self.table[me])
+            parts[name] = [(0, self.own.pop(name))] if name in self.own else []
+            parts[name] += _parts(here, here.of_slots(self.grads.pop(name)))
         if self.pending is not None:
             coming = [[(n, piece(h.layout, me, held)) for n, h in self.homes.items()] for held in self.table]
             for name, p, views in _unpack(coming, me, self.pending.wait()):
@@ -197,20 +226,33 @@ def _parts(p: Piece, views: list[torch.Tensor]) -> list[Part]:
 
 def start_reshard(
     homes: dict[str, Home],
-    grads: dict[str, torch.Tensor],
+    stacks: dict[str, tuple[torch.Tensor, ...]],
     table: SlotTable,
     comm: Communicator,
     replicas: Communicator,
     dtype: torch.dtype,
 ) -> Reshard:
-    """Sends the gradients of this rank's slots home, in ``dtype``; for the rest see :class:`Reshard`."""
-    me, pending = comm.rank, None
+    """Sends the gradients of this rank's slots home.
+
+    Args:
+        homes: The trained parameters by name.
+        stacks: Name to gradients, stacked as :func:`unshard` stacked the weights.
+        table: Per rank of ``comm``, the experts in its slots.
+        comm: The ranks over which the homes are sharded.
+        replicas: Ranks that hold the same blocks (HSDP).
+        dtype: Dtype in which gradients travel.
+    """
+    me, pending, own = comm.rank, None, {}
+    beyond = beyond_own(homes, table)
+    if beyond is not None:
+        table, own = beyond, {name: stack[0] for name, stack in stacks.items()}
+    grads = {name: stack[-1] for name, stack in stacks.items()}
     if not is_local(homes, table):
         leaving = [[(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in range(comm.size)]
         coming = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
         message = _pack(leaving, me, grads, Piece.of_slots, dtype)
         pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-    return Reshard(homes, grads, table, comm, replicas, pending)
+    return Reshard(homes, own, grads, table, comm, replicas, pending)
 
 
 Pieces = list[list[tuple[str, Piece]]]
@@ -221,11 +263,11 @@ def _pack(
     me: int,
     tensors: dict[str, torch.Tensor],
     view: Callable[[Piece, torch.Tensor], list[torch.Tensor]],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """One message to every other rank, one after the other: ``[elements]``."""
-    device = next(iter(tensors.values())).device
-    message = torch.empty(sum(_sizes(pieces, me)), dtype=dtype, device=device)
+    """One message to every other rank, one after the other: ``[elements]``, in ``dtype`` if that is given."""
+    like = next(iter(tensors.values()))
+    message = torch.empty(sum(_sizes(pieces, me)), dtype=dtype or like.dtype, device=like.device)
     for name, p, part in _unpack(pieces, me, message):
         _copy(part, view(p, tensors[name]))
     return message

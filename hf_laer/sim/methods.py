@@ -26,7 +26,8 @@ class Setting:
         interval: Steps between re-placements of ``eplb``, ``lplb`` and ``smartmoe``, which move for good.
         history: Steps whose loads ``fsep`` sums; ``laer`` sums five, as published.
         group: Tokens stay inside groups of so many ranks (``laer``, ``fsep`` and ``fsep+llep``); ``None``: all ranks.
-        guard: Whether ``llep`` falls back to ``ep`` where spilling is predicted not to pay.
+        guard: Whether ``llep`` falls back to ``ep``, and ``fsep+llep`` to ``fsep``, where spilling is predicted
+            not to pay.
     """
 
     cost: CostModel
@@ -148,6 +149,7 @@ def _fsep_llep(loads: np.ndarray, state: object, setting: Setting) -> Plan:
         setting.width,
         capacity_factor=setting.capacity_factor,
         min_tokens_per_gemm=setting.least,
+        cost=setting.cost if setting.guard else None,
     )
 
 
@@ -244,6 +246,8 @@ METHODS: dict[str, Method] = {
 
 def grouped(method: Method, setting: Setting) -> Method:
     """``method`` in each of the setting's groups by itself; its state is the groups' placements, stacked.
+
+    What a method weighs while it plans, it weighs with the group's links; the prediction is the whole world's.
 
     Raises:
         ValueError: A method that does not shard experts over all ranks and re-lay them out.

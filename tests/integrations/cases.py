@@ -236,3 +236,34 @@ def processes_that_train_alone() -> None:
     state = SimpleNamespace(distributed_type=DistributedType.NO, parallelism_config=None)
     with pytest.raises(ValueError, match=r"NO in one of 2 processes.*use_cpu=True"):
         check_state(state)
+
+
+def saves_with_empty_ranks(folder: str) -> dict[str, np.ndarray]:
+    """Two steps where the last rank owns no expert, then a sharded checkpoint; returns weights and moments."""
+    with rig.fresh_accelerate():
+        run = rig.Loop("qwen3_moe", _sharded_plugin(), sizes={"num_experts": 3})
+        run.train(2)
+        run.accelerator.save_state(folder)
+        return _weights_and_moments(run)
+
+
+def loads_on_fewer_ranks(folder: str) -> dict[str, np.ndarray]:
+    """Loads that checkpoint and takes a step; returns weights and moments as loaded."""
+    with rig.fresh_accelerate():
+        run = rig.Loop("qwen3_moe", _sharded_plugin(), sizes={"num_experts": 3})
+        run.train(1)  # so that there are moments to load into
+        run.accelerator.load_state(folder)
+        state = _weights_and_moments(run)
+        run.train(1)
+    return state
+
+
+def _sharded_plugin() -> LaerFSDPPlugin:
+    return rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy="llep"), state_dict_type="SHARDED_STATE_DICT")
+
+
+def _weights_and_moments(run: rig.Loop) -> dict[str, np.ndarray]:
+    state = rig.gathered(run.model)
+    for name, parameter in run.model.named_parameters():
+        state[f"{name}.exp_avg"] = run.optimizer.state[parameter]["exp_avg"].full_tensor().numpy().copy()
+    return state

@@ -104,6 +104,7 @@ class Loop:
         optimizer: Settings of AdamW.
         model: The model, where it is not just ``tiny_model(family)``.
         dtype: That model's.
+        sizes: Changes to that model's.
         parallelism: HSDP's replicas and shards.
         accelerator: Settings of the ``Accelerator``.
     """
@@ -116,6 +117,7 @@ class Loop:
         optimizer: dict[str, Any] | None = None,
         model: nn.Module | None = None,
         dtype: torch.dtype = torch.float32,
+        sizes: dict[str, Any] | None = None,
         parallelism: tuple[int, int] | None = None,
         **accelerator: Any,
     ) -> None:
@@ -124,7 +126,7 @@ class Loop:
             accelerator["parallelism_config"] = ParallelismConfig(**sizes)
         settings = {"cpu": True, "gradient_accumulation_steps": 2, **accelerator}
         self.accelerator = Accelerator(fsdp_plugin=plugin, **settings)
-        model = tiny_model(family).to(dtype) if model is None else model
+        model = tiny_model(family, **sizes or {}).to(dtype) if model is None else model
         adamw = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=EPSILON, **optimizer or {})
         self.model, self.optimizer = self.accelerator.prepare(model, adamw)
         self.numbers: dict[str, list[float]] = {"loss": [], "grad_norm": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.integrations import cases, cases_trl
@@ -34,3 +35,12 @@ def test_trainer_resumes(ranks, tmp_path, kind: str) -> None:
 @pytest.mark.parametrize("strategy", ["llep", "fsep"])
 def test_train_again_then_save(ranks, tmp_path, strategy: str) -> None:
     ranks(2).run(cases_trl.trains_twice_and_saves, folder=str(tmp_path), strategy=strategy)
+
+
+def test_fewer_ranks_resume_what_more_have_saved(ranks, tmp_path) -> None:
+    """Four ranks, of which one owns nothing, save; two go on."""
+    saved = ranks(4).run(cases.saves_with_empty_ranks, folder=str(tmp_path))
+    loaded = ranks(2).run(cases.loads_on_fewer_ranks, folder=str(tmp_path))
+    assert saved[0].keys() == loaded[0].keys()
+    for name, value in saved[0].items():
+        np.testing.assert_array_equal(value, loaded[0][name], err_msg=name)

@@ -182,6 +182,8 @@ def test_methods_see_only_the_past(trace, setting):
 def test_order_of_methods_on_drifting_loads(trace, setting):
     mean = {name: replay(trace, name, setting).mean("imbalance") for name in METHODS}
     assert mean["fsep+llep"] <= mean["fsep"] <= mean["laer"]
+    seconds = {name: replay(trace, name, setting).mean("seconds") for name in ("fsep", "fsep+llep")}
+    assert seconds["fsep+llep"] <= seconds["fsep"] * (1 + 1e-9)
     assert mean["fsep"] < mean["fsdp_ep"]
     assert mean["llep"] < mean["ep"]
     assert mean["lplb"] <= mean["eplb"]
