@@ -22,20 +22,20 @@ from hf_laer.shard.slots import SlotPool
 SlotTable = tuple[tuple[int, ...], ...]
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Experts that are consecutive both in a home's block and in a rank's slots.
 
     Args:
         expert: The first one's position in the block.
         slot: Its slot.
         at: Its position among all that travel.
-        count: How many.
+        size: How many.
     """
 
     expert: int
     slot: int
     at: int
-    count: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Piece:
         shape: ``(experts, len(rows), …)``.
     """
 
-    runs: list[Run]
+    runs: list[Span]
     rows: range
     shape: tuple[int, ...]
 
@@ -59,33 +59,33 @@ class Piece:
 
     def of_home(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Views of a home's block, run by run."""
-        return [block[run.expert : run.expert + run.count] for run in self.runs]
+        return [block[run.expert : run.expert + run.size] for run in self.runs]
 
     def of_slots(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """Views of a rank's slots, run by run."""
         rows = slice(self.rows.start, self.rows.stop)
-        return [slots[run.slot : run.slot + run.count, rows] for run in self.runs]
+        return [slots[run.slot : run.slot + run.size, rows] for run in self.runs]
 
     def of_message(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Views of what travels, ``[numel]``, run by run."""
         whole = message.view(self.shape)
-        return [whole[run.at : run.at + run.count] for run in self.runs]
+        return [whole[run.at : run.at + run.size] for run in self.runs]
 
 
 @lru_cache(maxsize=4096)
 def piece(layout: Layout, home: int, held: tuple[int, ...]) -> Piece:
     """The piece between the home on rank ``home`` and slots that hold the experts ``held``."""
     owned, rows = layout.experts[home], layout.rows[home]
-    runs: list[Run] = []
+    runs: list[Span] = []
     count = 0
     for slot, expert in enumerate(held):
         if expert not in owned:
             continue
         position, last = expert - owned.start, runs[-1] if runs else None
-        if last and last.expert + last.count == position and last.slot + last.count == slot:
-            runs[-1] = last._replace(count=last.count + 1)
+        if last and last.expert + last.size == position and last.slot + last.size == slot:
+            runs[-1] = last._replace(size=last.size + 1)
         else:
-            runs.append(Run(position, slot, count, 1))
+            runs.append(Span(position, slot, count, 1))
         count += 1
     return Piece(runs if len(rows) else [], rows, (count, len(rows), *layout.shape[2:]))
 
