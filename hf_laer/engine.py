@@ -114,11 +114,12 @@ class Engine:
         Raises:
             ValueError: The mesh and ``group_size`` or ``slots_per_rank`` do not go together.
         """
-        ranks = mesh.size(mesh.ndim - 1)
-        groups = token_groups(self.config, ranks)
-        for layer in self.layers.values():
-            self.config.slots_for(layer.spec.num_experts, len(groups[0]))
-        self.comms = communicators(mesh, len(groups[0]))
+        try:
+            groups = self._checked_groups(mesh)
+            self.comms = communicators(mesh, len(groups[0]))
+        except ValueError:
+            self.restore(detached)
+            raise
         _compile_planners(mesh, self.ranks_per_node)
         self._groups, self.mesh = groups, mesh
         self.compute_dtype = self.compute_dtype or compute_dtype
@@ -132,6 +133,23 @@ class Engine:
                 self._shard(layer, key, parameter, dtype, src_rank, offload)
         self._tuners.clear()
         self._held.clear()
+
+    def _checked_groups(self, mesh: DeviceMesh) -> list[range]:
+        """The token groups, once every rank is known to be told the same and the sizes go together."""
+        told = {"config": self.config.to_dict(), "ranks_per_node": self.ranks_per_node}
+        everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, told)
+        for rank, other in enumerate(everyone):
+            differing = sorted(key for key in told if other[key] != everyone[0][key])
+            if differing:
+                raise ValueError(
+                    f"rank {rank} has another {' and '.join(differing)} than rank 0, and would plan otherwise: give "
+                    "all ranks one LaerConfig, with ranks_per_node set where nodes have different numbers of ranks"
+                )
+        groups = token_groups(self.config, mesh.size(mesh.ndim - 1))
+        for layer in self.layers.values():
+            self.config.slots_for(layer.spec.num_experts, len(groups[0]))
+        return groups
 
     def _shard(
         self,

@@ -6,7 +6,7 @@ backward  the same plan: unshard → dispatch of gradients → experts' backward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,10 +75,34 @@ class MoELayer:
         # Selective checkpointing counts operations through a dispatch mode and refuses a recompute that does others
         # than its forward; here a recompute replays a plan instead of making one.
         with _disable_current_modes():
+            self._check_parameters()
             run = self._run_for(top_k_index, top_k_weights)
-            parameters = [home.parameter for home in self.homes.values()]
-            # Inputs only so that autograd calls the backward of a layer whose tokens need no gradient.
-            return _MoE.apply(hidden, top_k_weights, self, run, *parameters)
+            # So that autograd calls the backward of a layer whose tokens need no gradient. Not the parameters: their
+            # hooks would run for the gradient that this function does not return.
+            anchor = torch.empty(0, requires_grad=bool(self.trained))
+            return _MoE.apply(hidden, top_k_weights, self, run, anchor)
+
+    def _check_parameters(self) -> None:
+        """Follows a parameter that was replaced by a plain one; refuses what else stands in its place.
+
+        Raises:
+            RuntimeError: See above.
+        """
+        for name, home in list(self.homes.items()):
+            now = self.module._parameters.get(name)
+            if now is home.parameter:
+                continue
+            same = now is not None and type(now) is type(home.parameter) and now.shape == home.parameter.shape
+            if (
+                now is None
+                or not same
+                or getattr(now, "placements", None) != getattr(home.parameter, "placements", None)
+            ):
+                raise RuntimeError(
+                    f"{self.name}.{name} is no longer the parameter that was patched (pruned, parametrized, wrapped, "
+                    "or loaded with assign=True after sharding): change the model before patch_model"
+                )
+            self.homes[name] = replace(home, parameter=now)
 
     def _run_for(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Run:
         frame = tape.current()
@@ -86,7 +110,9 @@ class MoELayer:
             run = frame.take(self.name)
             self._note_rerouted(run.top_k_index, top_k_index)
             return run
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() == -1:
+            self.engine.returns.forget()
+        else:
             raise RuntimeError(
                 f"{self.name} is recomputed in backward without the plan of its forward: switch activation "
                 "checkpointing on through the model (gradient_checkpointing=True, "
@@ -111,6 +137,10 @@ class MoELayer:
     def rerouted(self) -> int:
         """Tokens that the router sent elsewhere in a recompute than in its forward; they follow the forward's plan."""
         return 0 if self._rerouted is None else int(self._rerouted)
+
+    def versions(self) -> list[int]:
+        """Grows with every change in place of a parameter, as autograd counts it."""
+        return [home.parameter._version for home in self.homes.values()]
 
     @property
     def trained(self) -> dict[str, Home]:
@@ -171,9 +201,10 @@ class _MoE(torch.autograd.Function):
         top_k_weights: torch.Tensor,
         layer: MoELayer,
         run: Run,
-        *parameters: torch.Tensor,
+        anchor: torch.Tensor,
     ) -> torch.Tensor:
         ctx.layer, ctx.run = layer, run
+        ctx.versions = layer.versions()
         ctx.dtypes = hidden.dtype, top_k_weights.dtype
         up = None
         if run.rows is not None and run.out is not None:
@@ -194,6 +225,10 @@ class _MoE(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, up = ctx.saved_tensors
         layer: MoELayer = ctx.layer
+        if ctx.versions != layer.versions():
+            raise RuntimeError(
+                f"the expert parameters of {layer.name} were modified in place between its forward and its backward"
+            )
         with torch.autocast(grad.device.type, enabled=False):
             grad_hidden, grad_gates = layer.backward(ctx.run, grad, rows, up)
         hidden_dtype, gates_dtype = ctx.dtypes

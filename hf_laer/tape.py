@@ -99,15 +99,17 @@ class _Both(AbstractContextManager[None]):
         return self._stacks.pop().__exit__(*exc)
 
 
-def taped(context_fn: ContextFn) -> ContextFn:
+@dataclass(frozen=True)
+class taped:
     """Adds a tape to a ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, whose own contexts still apply."""
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, recompute = context_fn()
+    context_fn: ContextFn
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of one frame's forward and recompute."""
+        forward, recompute = self.context_fn()
         tape = Tape()
         return (
             _Both(forward, lambda: _inside(lambda: Recording(tape))),
             _Both(recompute, lambda: _inside(lambda: Replay(tape))),
         )
-
-    return contexts

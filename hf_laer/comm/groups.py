@@ -40,7 +40,15 @@ def communicators(mesh: DeviceMesh, group_size: int) -> Communicators:
     Args:
         mesh: The FSDP mesh.
         group_size: Consecutive ranks of the shard dimension that exchange tokens.
+
+    Raises:
+        ValueError: The mesh leaves ranks out.
     """
+    if mesh.mesh.numel() != dist.get_world_size():
+        raise ValueError(
+            f"the mesh has {mesh.mesh.numel()} of the {dist.get_world_size()} ranks: experts are sharded over all of "
+            "them; use a 1-D mesh of the world, or (replicate, shard)"
+        )
     grid = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
     rows = [tuple(row) for row in grid.tolist()]
     columns = [tuple(column) for column in grid.t().tolist()]

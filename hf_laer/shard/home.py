@@ -74,7 +74,7 @@ class Home:
             return data.detach()
 
     def accumulate(self, parts: list[Part], scale: float) -> None:
-        """Adds gradients of this rank's block into ``.grad``, then runs the parameter's post-accumulate hooks.
+        """Adds gradients of this rank's block into ``.grad``.
 
         Sums are made in float32, rounded once where the parameter is narrower.
 
@@ -84,7 +84,8 @@ class Home:
         """
         parameter, local = self.parameter, self.local
         if parameter.dtype != torch.float32 and len(parts) > 1:
-            parts = [(0, _sum(parts, local.shape, parts[0][1].device))]
+            # Scaled before it is rounded: a sum may overflow where its mean does not.
+            parts, scale = [(0, _mean(parts, local.shape, scale))], 1.0
         if parameter.grad is None:
             parts, grad = self._first(parts, scale, local)
             parameter.grad = self._wrap(grad)
@@ -92,6 +93,19 @@ class Home:
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         for start, part in parts:
             grad[start : start + len(part)].add_(part.to(grad.device), alpha=scale)
+
+    def run_hooks(self) -> None:
+        """Runs the parameter's post-accumulate hooks, once the backward has added all there is.
+
+        Raises:
+            RuntimeError: It has a hook on the gradient itself, which nothing here would call.
+        """
+        parameter = self.parameter
+        if parameter._backward_hooks:
+            raise RuntimeError(
+                "an expert parameter has a gradient hook (register_hook), which expert parallelism cannot call: use "
+                "register_post_accumulate_grad_hook"
+            )
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(parameter)
 
@@ -121,19 +135,22 @@ class Home:
         )
 
 
-def _sum(parts: list[Part], shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """float32 sum of parts of a block; in place where the first one is the whole block and few others touch it."""
-    whole = parts[0][1].shape == shape
-    total = parts[0][1] if whole else torch.zeros(shape, dtype=torch.float32, device=device)
+def _mean(parts: list[Part], shape: torch.Size, scale: float) -> torch.Tensor:
+    """Scaled sum of parts of a block, made in float32; in place where the first one is the whole block."""
+    start, first = parts[0]
+    if first.shape != shape:
+        total = torch.zeros(shape, dtype=torch.float32, device=first.device)
+        for start, part in parts:
+            total[start : start + len(part)] += part
+        return total.mul_(scale)
     exact: dict[int, torch.Tensor] = {}
-    for start, part in parts[1:] if whole else ():
+    for start, part in parts[1:]:
         for at, gradient in enumerate(part.unbind(0), start):
-            exact[at] = exact[at] + gradient if at in exact else total[at].float() + gradient
+            exact[at] = (exact[at] if at in exact else first[at].float()) + gradient
+    first.mul_(scale)
     for at, gradient in exact.items():
-        total[at].copy_(gradient)
-    for start, part in () if whole else parts:
-        total[start : start + len(part)] += part
-    return total
+        first[at].copy_(gradient.mul_(scale))
+    return first
 
 
 def plain_home(parameter: nn.Parameter) -> Home:

@@ -6,28 +6,41 @@ import torch
 from torch.autograd import Variable
 
 from hf_laer.shard.exchange import Reshard
+from hf_laer.shard.home import Home
 
 
 class GradientReturns:
-    """Finishes each layer's reshard when the next layer starts its own, and the last one when backward ends."""
+    """Finishes each layer's reshard when the next layer starts its own, and the last one when backward ends.
+
+    A backward may run inside another (a function that differentiates in its own backward): each has its own queue.
+    """
 
     def __init__(self) -> None:
-        self._pending: Reshard | None = None
-        self._task = -1
+        self._pending: dict[int, Reshard | None] = {}
+        self._touched: dict[int, dict[int, Home]] = {}
 
     def push(self, reshard: Reshard) -> None:
         """Takes a started reshard; called in backward, in the same order on every rank."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            # A backward that failed midway left one behind; its gradients are void.
-            self._pending, self._task = None, task
-            Variable._execution_engine.queue_callback(self.join)
-        if self._pending is not None:
-            self._pending.finish()
-        self._pending = reshard
+        if task not in self._pending:
+            self._touched[task] = {}
+            Variable._execution_engine.queue_callback(lambda: self._join(task))
+        self._finish(self._pending.get(task))
+        self._pending[task] = reshard
+        self._touched[task].update({id(home.parameter): home for home in reshard.homes.values()})
 
-    def join(self) -> None:
-        """Finishes what is left."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.finish()
+    def forget(self) -> None:
+        """Drops what a backward that failed midway left behind; called where none is running."""
+        self._pending.clear()
+        self._touched.clear()
+
+    def _join(self, task: int) -> None:
+        """Finishes what is left, then runs each parameter's hooks, once however often its layer was used."""
+        self._finish(self._pending.pop(task, None))
+        for home in self._touched.pop(task, {}).values():
+            home.run_hooks()
+
+    @staticmethod
+    def _finish(reshard: Reshard | None) -> None:
+        if reshard is not None:
+            reshard.finish()

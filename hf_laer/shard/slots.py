@@ -24,7 +24,9 @@ class SlotPool:
         if buffer is None or buffer.numel() < numel:
             self._buffers.pop(key, None)
             del buffer
-            buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
+            # An inference tensor could not be written to by the training that follows an evaluation.
+            with torch.inference_mode(False):
+                buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel].view(shape)
 
     @property

@@ -29,7 +29,8 @@ def tape_model(model: nn.Module) -> None:
             )
     for module in model.modules():
         if hasattr(module, "_set_gradient_checkpointing") and _TAPED not in module.__dict__:
-            _wrap_switch(module)
+            module.__dict__["_set_gradient_checkpointing"] = _TapedSwitch(module)
+            module.__dict__[_TAPED] = True
 
 
 def untape_model(model: nn.Module) -> None:
@@ -49,21 +50,19 @@ def tape_checkpoint_wrappers(model: nn.Module) -> None:
             module.__dict__["checkpoint_fn"] = _taped_function(module.checkpoint_fn)
 
 
-def _wrap_switch(module: nn.Module) -> None:
-    switch: Callable[..., None] = getattr(module, "_set_gradient_checkpointing")  # noqa: B009
+class _TapedSwitch:
+    """Stands for a model's ``_set_gradient_checkpointing``; a copy of the model gets a copy that switches the copy."""
 
-    @functools.wraps(switch)
-    def taped_switch(
-        enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:
-        switch(
-            enable=enable,
-            gradient_checkpointing_func=_taped_function(gradient_checkpointing_func) if enable else checkpoint,
-            **kwargs,
-        )
-
-    module.__dict__["_set_gradient_checkpointing"] = taped_switch
-    module.__dict__[_TAPED] = True
+        """Switches with a taped function."""
+        function = _taped_function(gradient_checkpointing_func) if enable else checkpoint
+        switch = getattr(type(self.module), "_set_gradient_checkpointing")  # noqa: B009
+        switch(self.module, enable=enable, gradient_checkpointing_func=function, **kwargs)
 
 
 def _taped_function(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,5 +69,5 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tenso
         bound = inspect.signature(eager).bind(module, *args, **kwargs)
         hidden, index, weights = list(bound.arguments.values())[1:4]
         return found.layer(hidden, index, weights)
-    previous = "grouped_mm" if found is None else found.previous
+    previous = "grouped_mm" if found is None or found.previous == NAME else found.previous
     return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)(module, *args, **kwargs)

@@ -54,10 +54,11 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
                 f"{name} is sharded already: call patch_model before accelerator.prepare (or fully_shard), not after"
             )
     specs = {name: spec_of(name, module) for name, module in modules.items()}
+    previous = {name: _implementation(module) for name, module in modules.items()}
     engine = Engine(config, _ranks_per_node(config))
     register()
     for name, module in modules.items():
-        mark(module, engine.add_layer(name, module, specs[name]), _implementation(module))
+        mark(module, engine.add_layer(name, module, specs[name]), previous[name])
     _set_implementation(model, NAME)
     tape_model(model)
     # Here, because Accelerate's part needs this one.
@@ -65,7 +66,7 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
 
     install_hook()
     if mesh is not None:
-        _shard_now(engine, mesh)
+        _shard_now(model, engine, mesh)
     logger.info("hf_laer runs %d MoE layers of %s with %s", len(modules), type(model).__name__, config.strategy)
     return model
 
@@ -121,24 +122,29 @@ def _patched_again(model: nn.Module, engine: Engine, config: LaerConfig, mesh: D
             "unpatch_model(model) before it is prepared"
         )
     if mesh is not None and not engine.is_sharded:
-        _shard_now(engine, mesh)
+        _shard_now(model, engine, mesh)
     elif mesh is not None and engine.mesh != mesh:
         raise RuntimeError(f"the model is sharded already, on {engine.mesh}, and cannot also be on {mesh}")
     return model
 
 
-def _shard_now(engine: Engine, mesh: DeviceMesh) -> None:
-    """Shards at once; an optimizer that was made before follows."""
+def _shard_now(model: nn.Module, engine: Engine, mesh: DeviceMesh) -> None:
+    """Shards at once; an optimizer that was made before follows. A failure leaves the plain model."""
     detached = engine.detach()
-    before = {name: dict(parameters) for name, parameters in detached.parameters.items()}
-    engine.attach(detached, mesh)
-    for name, parameters in before.items():
-        for key, old in parameters.items():
-            follow(old, engine.layers[name].homes[key].parameter)
+    before = [(name, key, old) for name, own in detached.parameters.items() for key, old in own.items()]
+    try:
+        engine.attach(detached, mesh)
+    except ValueError:
+        unpatch_model(model)
+        raise
+    follow([(old, engine.layers[name].homes[key].parameter) for name, key, old in before])
 
 
 def _implementation(module: nn.Module) -> str:
-    return getattr(module.config, "_experts_implementation", None) or "eager"
+    """What ran the module before; a copy of a patched model still names us, and its mark what was before that."""
+    found = mark_of(module)
+    named = getattr(module.config, "_experts_implementation", None) or "eager"
+    return found.previous if named == NAME and found is not None else named
 
 
 def _set_implementation(model: nn.Module, name: str) -> None:

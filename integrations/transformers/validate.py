@@ -29,15 +29,41 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         ValueError: Native parallelism (``DistributedConfig``, TP, EP), quantized experts, hub kernels,
-            Liger's experts, reentrant checkpointing, a family off Transformers' experts interface, or no MoE
+            Liger's experts, reentrant checkpointing, adapters on experts, experts that share parameters, a
+            family off Transformers' experts interface, or no MoE
             layer.
     """
     _check_native_parallelism(model)
     _check_quantized(model)
     _check_swapped(model)
     _check_reentrant(model)
+    _check_adapted(model)
+    _check_shared(model)
     if not any(is_experts(module) for module in model.modules()):
         raise ValueError(_no_experts(model))
+
+
+def _check_adapted(model: nn.Module) -> None:
+    """PEFT's wrapper adds its delta to the stacked parameter as the module reads it, which the engine does not."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "ParamWrapper" and any(is_experts(part) for part in module.modules()):
+            raise ValueError(
+                f"{name} adapts the experts themselves (LoRA with target_parameters, or all-linear), which hf_laer "
+                "does not run yet: adapt attention and other linear layers by target_modules, or train all of them"
+            )
+
+
+def _check_shared(model: nn.Module) -> None:
+    """Sharding would make two parameters of one."""
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False) if is_experts(module) else ():
+            other = seen.setdefault(id(parameter), f"{name}.{key}")
+            if other != f"{name}.{key}":
+                raise ValueError(
+                    f"{name}.{key} and {other} are one parameter: experts that share parameters are not supported; "
+                    "give each layer its own"
+                )
 
 
 def check_state(state: Any) -> None:
