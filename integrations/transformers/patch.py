@@ -31,7 +31,7 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
     neither, and no process group, the model runs on one device. An optimizer may be made before or after.
 
     Args:
-        model: A Transformers model with MoE layers on the experts interface; PEFT models too.
+        model: A Transformers model with MoE layers on the experts interface; with PEFT adapters on other modules too.
         config: Strategy and settings; ``None`` means the defaults.
         mesh: The FSDP mesh, 1-D or (replicate, shard), for use without Accelerate.
 
