@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -99,17 +100,17 @@ class _Both(AbstractContextManager[None]):
         return self._stacks.pop().__exit__(*exc)
 
 
-@dataclass(frozen=True)
-class taped:
+def taped(context_fn: ContextFn) -> ContextFn:
     """Adds a tape to a ``context_fn`` of ``torch.utils.checkpoint.checkpoint``, whose own contexts still apply."""
+    # A partial can be copied and pickled with its model, and is one of the forms that torch.compile knows.
+    return partial(_contexts, context_fn)
 
-    context_fn: ContextFn
 
-    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts of one frame's forward and recompute."""
-        forward, recompute = self.context_fn()
-        tape = Tape()
-        return (
-            _Both(forward, lambda: _inside(lambda: Recording(tape))),
-            _Both(recompute, lambda: _inside(lambda: Replay(tape))),
-        )
+def _contexts(context_fn: ContextFn) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of one frame's forward and recompute."""
+    forward, recompute = context_fn()
+    tape = Tape()
+    return (
+        _Both(forward, lambda: _inside(lambda: Recording(tape))),
+        _Both(recompute, lambda: _inside(lambda: Replay(tape))),
+    )
