@@ -4,6 +4,9 @@ Accelerate and Transformers have no hook at four places that hf_laer needs. Each
 what it changes, why, what upstream must look like, and the versions that were read and run. A patch is
 installed when first needed, never by an import, and once only; where upstream no longer looks as expected,
 the error names the versions.
+
+Beside these, one private method is replaced on the user's own model object, not in Transformers:
+``_set_gradient_checkpointing``, in ``transformers/checkpointing.py``, which checks its parameters likewise.
 """
 
 from __future__ import annotations

@@ -120,3 +120,13 @@ def test_planners_need_no_torch() -> None:
     code = "import sys, hf_laer.plan; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_changed_upstream_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mixtral")
+    patch_model(model)
+    changed = tiny_model("mixtral")
+    monkeypatch.setattr(type(changed), "_set_gradient_checkpointing", lambda self, on: None)
+    with pytest.raises(RuntimeError, match="not what hf_laer was tested with"):
+        patch_model(changed)
+    assert not is_patched(changed)

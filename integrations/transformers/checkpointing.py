@@ -8,9 +8,11 @@ Transformers puts a ``functools.partial`` of ``torch.utils.checkpoint.checkpoint
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from hf_laer.tape import taped
 
 _TAPED = "_hf_laer_taped"
+SWITCH = "_set_gradient_checkpointing"
 
 
 def tape_model(model: nn.Module) -> None:
@@ -28,8 +31,8 @@ def tape_model(model: nn.Module) -> None:
                 module.__dict__["_gradient_checkpointing_func"]
             )
     for module in model.modules():
-        if hasattr(module, "_set_gradient_checkpointing") and _TAPED not in module.__dict__:
-            module.__dict__["_set_gradient_checkpointing"] = _TapedSwitch(module)
+        if hasattr(module, SWITCH) and _TAPED not in module.__dict__:
+            module.__dict__[SWITCH] = _TapedSwitch(module)
             module.__dict__[_TAPED] = True
 
 
@@ -37,7 +40,7 @@ def untape_model(model: nn.Module) -> None:
     """Undoes :func:`tape_model`; checkpointing that is on stays on."""
     for module in model.modules():
         if module.__dict__.pop(_TAPED, None):
-            del module.__dict__["_set_gradient_checkpointing"]
+            del module.__dict__[SWITCH]
         function = module.__dict__.get("_gradient_checkpointing_func")
         if function is not None and hasattr(function, _TAPED):
             module._gradient_checkpointing_func = getattr(function, _TAPED)
@@ -55,13 +58,19 @@ class _TapedSwitch:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        found = tuple(inspect.signature(getattr(type(module), SWITCH)).parameters)[1:3]
+        if found != ("enable", "gradient_checkpointing_func"):
+            raise RuntimeError(
+                f"{type(module).__name__}.{SWITCH} of transformers {transformers.__version__} takes {found}, not what "
+                "hf_laer was tested with (5.17 to 5.24): use one of these versions"
+            )
 
     def __call__(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:
         """Switches with a taped function."""
         function = _taped_function(gradient_checkpointing_func) if enable else checkpoint
-        switch = getattr(type(self.module), "_set_gradient_checkpointing")  # noqa: B009
+        switch = getattr(type(self.module), SWITCH)
         switch(self.module, enable=enable, gradient_checkpointing_func=function, **kwargs)
 
 

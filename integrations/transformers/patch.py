@@ -57,10 +57,10 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
     previous = {name: _implementation(module) for name, module in modules.items()}
     engine = Engine(config, _ranks_per_node(config))
     register()
+    tape_model(model)
     for name, module in modules.items():
         mark(module, engine.add_layer(name, module, specs[name]), previous[name])
     _set_implementation(model, NAME)
-    tape_model(model)
     # Here, because Accelerate's part needs this one.
     from hf_laer.integrations.accelerate.hook import install_hook
 
