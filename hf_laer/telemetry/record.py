@@ -10,7 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class LayerRecord:
-    """One layer and training micro-batch. Every field but ``plan_seconds`` is the same on all ranks.
+    """One layer and training micro-batch. Every field but ``plan_seconds`` is the same on all ranks of a
+    token group; groups, and the replicas of an HSDP mesh, have their own loads.
 
     Args:
         layer: The experts module's name in the model.

@@ -76,16 +76,21 @@ def _routed_inputs(count: int, routing: str, seed: int) -> tuple[torch.Tensor, t
     return hidden, index, weights
 
 
-def grouped(family: str, strategy: str, group_size: int) -> dict[str, int]:
-    """Token groups below the world: homes stay on the whole mesh, gradients of all groups add up."""
-    plain, model = tiny_model(family), tiny_model(family)
-    patched(model, strategy=strategy, group_size=group_size, history=1)
+def _two_steps(plain: nn.Module, model: nn.Module) -> dict[str, int]:
+    """Every gradient of two micro-batches against the unpatched model's; how much moved."""
     for step in range(2):
         _, want = reference_gradients(plain, step)
         model.zero_grad()
         loss_of(model, batch_of(dist.get_rank(), step)).backward()
         compare_gradients(model, want)
     return movement(model)
+
+
+def grouped(family: str, strategy: str, group_size: int) -> dict[str, int]:
+    """Token groups below the world: homes stay on the whole mesh, gradients of all groups add up."""
+    plain, model = tiny_model(family), tiny_model(family)
+    patched(model, strategy=strategy, group_size=group_size, history=1)
+    return _two_steps(plain, model)
 
 
 def replicated(family: str, strategy: str) -> dict[str, int]:
@@ -94,12 +99,7 @@ def replicated(family: str, strategy: str) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     config = LaerConfig(strategy=strategy, min_tokens_per_gemm=1, imbalance_threshold=1.0, history=1)
     patch_model(model, config, mesh=mesh)
-    for step in range(2):
-        _, want = reference_gradients(plain, step)
-        model.zero_grad()
-        loss_of(model, batch_of(dist.get_rank(), step)).backward()
-        compare_gradients(model, want)
-    return movement(model)
+    return _two_steps(plain, model)
 
 
 def frozen(family: str, strategy: str, frozen_names: tuple[str, ...]) -> None:
