@@ -31,7 +31,8 @@ def tape_model(model: nn.Module) -> None:
                 module.__dict__["_gradient_checkpointing_func"]
             )
     for module in model.modules():
-        if hasattr(module, SWITCH) and _TAPED not in module.__dict__:
+        # The class is asked: PEFT's wrappers answer for the model inside them, which is a module of its own here.
+        if hasattr(type(module), SWITCH) and _TAPED not in module.__dict__:
             module.__dict__[SWITCH] = _TapedSwitch(module)
             module.__dict__[_TAPED] = True
 
