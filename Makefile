@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test lint types
+.PHONY: setup test test-long lint types
 
 setup: $(VENV)/.installed
 
@@ -31,6 +31,9 @@ sft: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-long: setup
+	$(BIN)/python -m pytest -m long
 
 lint: setup
 	$(BIN)/ruff check .

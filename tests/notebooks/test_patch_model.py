@@ -11,7 +11,6 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "patch_model.ipynb"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_notebook_runs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)

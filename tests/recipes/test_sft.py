@@ -36,7 +36,6 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
