@@ -75,14 +75,53 @@ def test_copies_and_pickles_are_ordinary_models() -> None:
     assert all(grad is not None for grad in grads.values())
 
 
-def test_unmarked_modules_run_as_before() -> None:
-    first, second = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_models_that_share_one_config(family: str) -> None:
+    """Patching one leaves the other with the implementation that it had, which still can be changed."""
+    first = tiny_model(family)
+    second = type(first)(first.config).train()
+    second.load_state_dict(first.state_dict())
+    assert second.config is first.config
     want, _ = run(second)
-    patch_model(first)
-    second.config._experts_implementation = "hf_laer"
-    second.set_experts_implementation("eager")
+    patch_model(first, LaerConfig(strategy="fsep"))
     got, _ = run(second)
-    assert torch.equal(got, want)
+    assert torch.equal(got, want), "the other model no longer runs its own experts"
+    assert first.config._experts_implementation == "eager"
+    assert_close(run(first)[0], want, "loss of the patched one")
+    second.set_experts_implementation("batched_mm")
+    assert is_patched(first)
+    assert_close(run(first)[0], want, "loss of the patched one")
+    patch_model(second)
+    unpatch_model(first)
+    assert is_patched(second)
+    for model in (first, second):
+        assert_close(run(model)[0], want, "loss")
+    assert all(layer.mlp.experts.config is first.config for layer in first.model.layers)
+
+
+def test_naming_us_without_patching_is_refused() -> None:
+    patch_model(tiny_model("qwen3_moe"))
+    model = tiny_model("qwen3_moe")
+    model.set_experts_implementation("hf_laer")
+    with pytest.raises(RuntimeError, match="call patch_model"):
+        run(model)
+
+
+def test_copies_follow_their_own_config() -> None:
+    other = copy.deepcopy(patch_model(tiny_model("qwen3_moe")))
+    other.config._experts_implementation = "nonsense"
+    with pytest.raises(KeyError, match="nonsense"):
+        run(other)
+
+
+def test_other_wrappers_are_refused() -> None:
+    model = tiny_model("mixtral")
+    torch.nn.DataParallel(model)
+    patch_model(model)
+    with pytest.raises(ValueError, match=r"DataParallel cannot hold.*LaerFSDPPlugin"):
+        torch.nn.DataParallel(model)
+    torch.nn.ModuleList([model])
+    torch.nn.DataParallel(unpatch_model(model))
 
 
 def test_saved_config_does_not_name_us(tmp_path) -> None:

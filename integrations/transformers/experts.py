@@ -22,27 +22,34 @@ class Mark:
 
     Args:
         layer: The engine's side of the module.
-        previous: The experts implementation that the model had before.
+        config: The config that the module had before, which other models may share: it never names us.
     """
 
-    def __init__(self, layer: MoELayer | None, previous: str) -> None:
-        self.layer, self.previous = layer, previous
+    def __init__(self, layer: MoELayer | None, config: Any) -> None:
+        self.layer, self.config = layer, config
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        return Mark(None, copy.deepcopy(self.previous, memo))
+        return Mark(None, copy.deepcopy(self.config, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mark, (None, self.previous)
+        return Mark, (None, self.config)
 
 
-def mark(module: nn.Module, layer: MoELayer, previous: str) -> None:
-    """Marks a module as run by ``layer``."""
-    module.__dict__[_MARK] = Mark(layer, previous)
+def mark(module: nn.Module, layer: MoELayer) -> None:
+    """Marks a module as run by ``layer``; it gets a config of its own, which names us."""
+    found = mark_of(module)
+    config: Any = module.config if found is None else found.config
+    ours = copy.copy(config)
+    ours._experts_implementation_internal = NAME
+    module.__dict__[_MARK] = Mark(layer, config)
+    module.config = ours
 
 
 def unmark(module: nn.Module) -> None:
     """Makes it an ordinary module again."""
-    module.__dict__.pop(_MARK, None)
+    found = module.__dict__.pop(_MARK, None)
+    if found is not None:
+        module.config = found.config
 
 
 def mark_of(module: nn.Module) -> Mark | None:
@@ -69,5 +76,11 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tenso
         bound = inspect.signature(eager).bind(module, *args, **kwargs)
         hidden, index, weights = list(bound.arguments.values())[1:4]
         return found.layer(hidden, index, weights)
-    previous = "grouped_mm" if found is None or found.previous == NAME else found.previous
+    config: Any = module.config if found is None else found.config
+    previous = config._experts_implementation or "eager"
+    if previous == NAME:
+        raise RuntimeError(
+            f"experts_implementation={NAME!r} names hf_laer for a model that is not patched: leave it out, and call "
+            "patch_model(model)"
+        )
     return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)(module, *args, **kwargs)

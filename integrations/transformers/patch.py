@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from hf_laer.config import LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers.checkpointing import tape_model, untape_model
-from hf_laer.integrations.transformers.experts import NAME, mark, mark_of, register, unmark
+from hf_laer.integrations.transformers.experts import mark, mark_of, register, unmark
 from hf_laer.integrations.transformers.families import experts_modules, spec_of
 from hf_laer.integrations.transformers.optimizers import follow
 from hf_laer.integrations.transformers.validate import check_model
+from hf_laer.integrations.transformers.wrappers import watch_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
     Raises:
         ValueError: The model has no such layer, or something in it cannot be patched; the message names the cure.
         RuntimeError: It is patched otherwise already, or was prepared before it was patched.
+
+    From then on ``DistributedDataParallel``, ``DataParallel``, FSDP version 1 and DeepSpeed refuse to wrap the model.
     """
     config = config or LaerConfig()
     engine = get_engine(model)
@@ -54,13 +55,12 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
                 f"{name} is sharded already: call patch_model before accelerator.prepare (or fully_shard), not after"
             )
     specs = {name: spec_of(name, module) for name, module in modules.items()}
-    previous = {name: _implementation(module) for name, module in modules.items()}
     engine = Engine(config, _ranks_per_node(config))
     register()
+    watch_wrappers()
     tape_model(model)
     for name, module in modules.items():
-        mark(module, engine.add_layer(name, module, specs[name]), previous[name])
-    _set_implementation(model, NAME)
+        mark(module, engine.add_layer(name, module, specs[name]))
     # Here, because Accelerate's part needs this one.
     from hf_laer.integrations.accelerate.hook import install_hook
 
@@ -85,11 +85,9 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             "the experts are sharded over ranks and cannot be put back: gather the weights with "
             "accelerator.get_state_dict(model) and load them into a fresh model"
         )
-    previous = [found.previous for layer in engine.layers.values() if (found := mark_of(layer.module))]
     for layer in engine.layers.values():
         unmark(layer.module)
     untape_model(model)
-    _set_implementation(model, previous[0])
     return model
 
 
@@ -138,27 +136,6 @@ def _shard_now(model: nn.Module, engine: Engine, mesh: DeviceMesh) -> None:
         unpatch_model(model)
         raise
     follow([(old, engine.layers[name].homes[key].parameter) for name, key, old in before])
-
-
-def _implementation(module: nn.Module) -> str:
-    """What ran the module before; a copy of a patched model still names us, and its mark what was before that."""
-    found = mark_of(module)
-    named = getattr(module.config, "_experts_implementation", None) or "eager"
-    return found.previous if named == NAME and found is not None else named
-
-
-def _set_implementation(model: nn.Module, name: str) -> None:
-    for part in _pretrained(model):
-        part.set_experts_implementation(name)
-
-
-def _pretrained(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The outermost Transformers models inside ``model``."""
-    if isinstance(model, PreTrainedModel):
-        yield model
-        return
-    for child in model.children():
-        yield from _pretrained(child)
 
 
 def _ranks_per_node(config: LaerConfig) -> int:

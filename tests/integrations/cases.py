@@ -238,6 +238,16 @@ def processes_that_train_alone() -> None:
         check_state(state)
 
 
+def ddp_in_a_plain_loop() -> None:
+    """Accelerate without an FSDP plugin would wrap the model by DDP: refused in ``prepare``."""
+    with rig.fresh_accelerate():
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.distributed_type == DistributedType.MULTI_CPU
+        model = patch_model(tiny_model("qwen3_moe"))
+        with pytest.raises(ValueError, match=r"DistributedDataParallel cannot hold.*LaerFSDPPlugin"):
+            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+
 def saves_with_empty_ranks(folder: str) -> dict[str, np.ndarray]:
     """Two steps where the last rank owns no expert, then a sharded checkpoint; returns weights and moments."""
     with rig.fresh_accelerate():

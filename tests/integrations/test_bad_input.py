@@ -213,7 +213,9 @@ def test_plugin_is_fsdp2_by_default() -> None:
     assert plugin.laer == LaerConfig()
 
 
-@pytest.mark.parametrize("case", [cases.conflicting_plugin, cases.processes_that_train_alone])
+@pytest.mark.parametrize(
+    "case", [cases.conflicting_plugin, cases.processes_that_train_alone, cases.ddp_in_a_plain_loop]
+)
 def test_refused_on_ranks(ranks, case: Any) -> None:
     ranks(2).run(case)
 
