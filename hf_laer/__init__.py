@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_laer.config import LaerConfig
-    from hf_laer.integrations.transformers import expert_parameters, is_patched, patch_model, unpatch_model
+    from hf_laer.integrations.transformers import (
+        expert_parameters,
+        is_patched,
+        patch_model,
+        record_trace,
+        unpatch_model,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["LaerConfig", "expert_parameters", "is_patched", "patch_model", "unpatch_model"]
+__all__ = ["LaerConfig", "expert_parameters", "is_patched", "patch_model", "record_trace", "unpatch_model"]
 
 _HOMES = {"LaerConfig": "hf_laer.config"}
 

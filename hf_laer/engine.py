@@ -26,7 +26,7 @@ from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, token_groups
-from hf_laer.telemetry.record import LayerRecord, Recorder
+from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
 from hf_laer.tuner import LayerTuner
 
 
@@ -49,6 +49,7 @@ class Engine:
         self.config, self.ranks_per_node = config, ranks_per_node
         self.layers: dict[str, MoELayer] = {}
         self.recorder = Recorder()
+        self.watcher: LoadsWatcher | None = None
         self.pool = SlotPool()
         self.returns = GradientReturns()
         self.comms = Communicators()
@@ -228,6 +229,8 @@ class Engine:
         group = self._my_rows(loads)
         if training:
             self._observe(layer, loads, group, plans, mine, time.perf_counter() - started)
+            if self.watcher is not None:
+                self.watcher(layer.name, self._everyones(counts), top_k_index.shape[-1])
         routes = make_routes(
             top_k_index,
             top_k_weights,
@@ -253,6 +256,10 @@ class Engine:
         size = len(self._groups[0])
         start = self.comms.weights.rank // size * size
         return loads[start : start + size]
+
+    def _everyones(self, counts: torch.Tensor) -> np.ndarray:
+        """int64 ``[N, E]``: the loads of all ranks of the world, replica by replica. Collective."""
+        return self.comms.replicas.all_gather(self.comms.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
 
     def _plans(self, layer: MoELayer, loads: np.ndarray) -> list[Plan]:
         """One plan for each token group whose loads are here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.state import AcceleratorState, PartialState
@@ -15,6 +16,7 @@ from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.hook import install_hook
 from hf_laer.integrations.accelerate.resume import of_first_rank
 from hf_laer.integrations.transformers import get_engine, patch_model
+from hf_laer.integrations.transformers.recording import TraceRecording, check_path, record_trace
 from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_state
 from hf_laer.plan.types import imbalance
 
@@ -42,6 +44,8 @@ class LaerCallback(TrainerCallback, ExportableState):
         config: How the MoE layers run, as a ``LaerConfig`` or its mapping (which is what a checkpoint holds);
             ``None`` means ``LaerConfig()``.
         keep: Records kept in :attr:`records`; the oldest fall out.
+        trace: Where the first rank writes a trace of the routing (``.npz``, for ``hf-laer simulate``), with every
+            checkpoint and when training ends; ``None``: nowhere. See :func:`record_trace`.
 
     The logs get, over the MoE layers and micro-batches since the last log: ``laer/imbalance_before`` and
     ``laer/imbalance_after`` (mean of max/mean tokens over ranks), ``laer/imbalance_before_max`` and
@@ -49,11 +53,18 @@ class LaerCallback(TrainerCallback, ExportableState):
     summed, and ``laer/plan_ms`` (mean host time of one plan).
     """
 
-    def __init__(self, config: LaerConfig | Mapping[str, Any] | None = None, keep: int = 100_000) -> None:
+    def __init__(
+        self,
+        config: LaerConfig | Mapping[str, Any] | None = None,
+        keep: int = 100_000,
+        trace: str | Path | None = None,
+    ) -> None:
         self.config = LaerConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config or LaerConfig()
         self.records: deque[LayerRecord] = deque(maxlen=keep)
+        self.trace = None if trace is None else check_path(trace)
         self.memory: dict[str, Any] = {}
         self._engine: Engine | None = None
+        self._recording: TraceRecording | None = None
         self._window = _Window()
         self._eval_checked = False
 
@@ -98,6 +109,8 @@ class LaerCallback(TrainerCallback, ExportableState):
             logger.warning(_EXPERTS_NOT_LOADED)
         memory = _saved(state.stateful_callbacks, type(self).__name__).get("memory", {})
         self._engine.load_state_dict(of_first_rank(memory))
+        if self.trace is not None:
+            self._recording = record_trace(model, self.trace)
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -114,10 +127,22 @@ class LaerCallback(TrainerCallback, ExportableState):
                 self.records.append(record)
                 self._window.add(record)
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Writes the trace so far, so that a run that is cut short leaves one."""
+        if self._recording is not None and self._recording.steps:
+            self._recording.save()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Writes the trace; recording ends."""
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of this callback: the config, and the engine's memory."""
+        """What a checkpoint holds of this callback: the arguments, and the engine's memory."""
         memory = self._engine.state_dict() if self._engine is not None else {}
-        return {"args": {"config": self.config.to_dict()}, "attributes": {"memory": memory}}
+        trace = None if self.trace is None else str(self.trace)
+        return {"args": {"config": self.config.to_dict(), "trace": trace}, "attributes": {"memory": memory}}
 
     def add_to(self, logs: dict[str, float], state: Any) -> None:
         """Adds the numbers since the last call to a training step's logs, and to the log history."""

@@ -64,6 +64,9 @@ class RecipeArguments:
     dequantize: bool = field(
         default=False, metadata={"help": "Load an MXFP4 checkpoint (gpt-oss) in full precision, to train it."}
     )
+    trace: str | None = field(
+        default=None, metadata={"help": "Write a trace of the routing (.npz) there, for hf-laer simulate."}
+    )
     require_moves: bool = field(
         default=False, metadata={"help": "Fail if planning moved nothing, as a demonstration must not."}
     )

@@ -102,7 +102,7 @@ def launched_processes() -> int:
 def make_callback(settings: Settings) -> LaerCallback | None:
     """The callback that patches the model; ``None`` for strategy ``none``."""
     config = settings.laer.to_config()
-    return LaerCallback(config) if config else None
+    return LaerCallback(config, trace=settings.recipe.trace) if config else None
 
 
 def model_path(settings: Settings, folder: Path, state: PartialState) -> str:

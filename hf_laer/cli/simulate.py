@@ -17,6 +17,7 @@ from hf_laer.sim import METHODS, PRESET_SLOTS, PRESETS, Replay, Setting, Trace, 
 HELP = "replay a routing trace through planners and predict step time, balance and memory"
 DEFAULT_PLANNERS = "ep,fsdp_ep,llep,laer,fsep,fsep+llep"
 SUFFIXES = (".html", ".png")
+NODES, PER_NODE = 4, 8
 SCALES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -28,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of made-up loads (default 60)")
     parser.add_argument("--layers", type=int, help="layers to replay (default: all; made-up loads: 2)")
     parser.add_argument("--planner", default=DEFAULT_PLANNERS, help=f"of {','.join(METHODS)},lower_bound")
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--nodes", type=int, help="(default: as many as the trace has, else 4)")
+    parser.add_argument("--gpus-per-node", type=int, help="(default: as the trace has it, else 8)")
     parser.add_argument("--experts-per-rank", type=int, help="slots per rank (default: a quarter spare)")
     parser.add_argument("--profile", default="h200", help=f"{', '.join(PROFILES)}, or a JSON file")
     parser.add_argument("--hidden", type=int, help="H (default: the trace's, or 4096)")
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.out and args.out.suffix not in SUFFIXES:
         raise ValueError(f"--out {args.out}: a report is {' or '.join(SUFFIXES)}")
     trace, what = _trace(args)
+    _as_recorded(args, trace)
     names = [name.strip() for name in args.planner.split(",") if name.strip()]
     setting = _setting(args, trace, args.nodes)
     layers = range(min(args.layers or trace.layers, trace.layers))
@@ -93,10 +95,20 @@ def _trace(args: argparse.Namespace) -> tuple[Trace, str]:
     if args.trace:
         return load_trace(args.trace), str(args.trace)
     name = args.drift or "16e-top4"
-    drift = dataclasses.replace(PRESETS[name], ranks=max(1, min(32, args.nodes * args.gpus_per_node)))
+    ranks = (args.nodes or NODES) * (args.gpus_per_node or PER_NODE)
+    drift = dataclasses.replace(PRESETS[name], ranks=max(1, min(32, ranks)))
     loads = [drift.loads(args.steps, layer) for layer in range(args.layers or 2)]
     meta = {"top_k": drift.top_k, "slots": PRESET_SLOTS[name]}
     return Trace(np.stack(loads, axis=1), meta), f"drifting loads {name}"
+
+
+def _as_recorded(args: argparse.Namespace, trace: Trace) -> None:
+    """The cluster that was not given: the one that the trace comes from."""
+    known = "ranks_per_node" in trace.meta
+    if args.gpus_per_node is None:
+        args.gpus_per_node = int(trace.meta["ranks_per_node"]) if known else PER_NODE
+    if args.nodes is None:
+        args.nodes = max(1, trace.ranks // max(1, args.gpus_per_node)) if known else NODES
 
 
 def _setting(args: argparse.Namespace, trace: Trace, nodes: int) -> Setting:

@@ -1,7 +1,7 @@
 """A routing trace: tokens per step, layer, rank and expert, in one ``.npz`` file that loads without pickle.
 
 The file holds ``loads``, an integer array ``[steps, layers, N, E]``, and ``meta``, a JSON object in a string
-array of one element. Known keys: ``model``, ``hidden``, ``intermediate``, ``top_k``, ``ranks_per_node``;
+array of one element. Known keys: ``model``, ``hidden``, ``intermediate``, ``top_k``, ``slots``, ``ranks_per_node``;
 others are kept.
 """
 
@@ -77,12 +77,20 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Writes the file, compressed, aside first, then renamed."""
-        path = Path(path)
-        aside = path.with_name(path.name + ".tmp")
-        small = self.loads.astype(np.int32) if self.loads.max() < 2**31 else self.loads
-        with open(aside, "wb") as out:
-            np.savez_compressed(out, loads=small, meta=np.array([json.dumps(dict(self.meta))]))
-        aside.replace(path)
+        _write(path, self.loads, self.meta)
+
+
+def _write(path: str | Path, loads: np.ndarray, meta: Mapping[str, Any]) -> None:
+    path = Path(path)
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "wb") as out:
+        np.savez_compressed(out, loads=_small(loads), meta=np.array([json.dumps(dict(meta))]))
+    aside.replace(path)
+
+
+def _small(loads: np.ndarray) -> np.ndarray:
+    """As int32 where that holds the counts."""
+    return loads.astype(np.int32, copy=False) if loads.max() < 2**31 else loads
 
 
 def load_trace(path: str | Path) -> Trace:
@@ -140,23 +148,41 @@ class TraceWriter:
 
     Args:
         layers: Number of MoE layers.
-        meta: What the trace is to say of the model and the machine.
-        capacity: Steps kept; older ones fall out, so that a long run's memory stays flat.
+        meta: What the trace is to say of the model and the machine; may be changed until it is written.
+        max_bytes: Host memory for the loads; the oldest steps fall out, so that a long run's memory stays flat.
+
+    Attributes:
+        dropped: Steps that fell out.
     """
 
-    def __init__(self, layers: int, meta: Mapping[str, Any] | None = None, capacity: int = 10_000) -> None:
-        if layers < 1 or capacity < 1:
-            raise ValueError(f"layers={layers} and capacity={capacity} must be at least 1")
-        self._layers, self._meta = layers, dict(meta or {})
-        self._steps: deque[dict[int, np.ndarray]] = deque(maxlen=capacity)
+    def __init__(self, layers: int, meta: Mapping[str, Any] | None = None, max_bytes: int = 2**28) -> None:
+        if layers < 1 or max_bytes < 1:
+            raise ValueError(f"layers={layers} and max_bytes={max_bytes} must be at least 1")
+        self.meta = dict(meta or {})
+        self.dropped = 0
+        self._layers, self._max_bytes, self._bytes = layers, max_bytes, 0
+        self._steps: deque[dict[int, np.ndarray]] = deque()
 
     def add(self, layer: int, loads: np.ndarray) -> None:
-        """Adds one layer's ``[N, E]`` of one micro-batch; a layer that comes again opens the next step."""
+        """Adds one layer's ``[N, E]`` of one micro-batch; a layer that comes again opens the next step.
+
+        Raises:
+            ValueError: No such layer, or loads that are no token counts.
+        """
         if not 0 <= layer < self._layers:
             raise ValueError(f"layer {layer} is not in 0..{self._layers - 1}")
         if not self._steps or layer in self._steps[-1]:
             self._steps.append({})
-        self._steps[-1][layer] = np.array(loads, np.int64)
+        kept = self._steps[-1][layer] = _small(np.array(check_loads(loads)))
+        self._bytes += kept.nbytes
+        while self._bytes > self._max_bytes and len(self._steps) > 1:
+            self._bytes -= sum(old.nbytes for old in self._steps.popleft().values())
+            self.dropped += 1
+
+    @property
+    def steps(self) -> int:
+        """Complete steps at hand."""
+        return len(self._whole())
 
     def trace(self) -> Trace:
         """What was gathered; a step in which a layer is missing is left out.
@@ -164,8 +190,24 @@ class TraceWriter:
         Raises:
             ValueError: No step is complete.
         """
-        whole = [step for step in self._steps if len(step) == self._layers]
+        return Trace(self._loads(), self._said())
+
+    def save(self, path: str | Path) -> None:
+        """Writes :meth:`trace`, aside first, then renamed, in little more memory than the loads take.
+
+        Raises:
+            ValueError: No step is complete.
+        """
+        _write(path, self._loads(), self._said())
+
+    def _whole(self) -> list[dict[int, np.ndarray]]:
+        return [step for step in self._steps if len(step) == self._layers]
+
+    def _loads(self) -> np.ndarray:
+        whole = self._whole()
         if not whole:
             raise ValueError(f"no step with all {self._layers} layers was recorded")
-        loads = [np.stack([step[layer] for layer in range(self._layers)]) for step in whole]
-        return Trace(np.stack(loads), self._meta)
+        return np.stack([np.stack([step[layer] for layer in range(self._layers)]) for step in whole])
+
+    def _said(self) -> dict[str, Any]:
+        return {**self.meta, "first_step": self.dropped}

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+# Told of each layer and training micro-batch: the layer's name, the loads int64 [N, E] of all ranks of the world, and
+# K. All ranks have one or none, since gathering these loads is collective.
+LoadsWatcher = Callable[[str, np.ndarray, int], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,5 +7,14 @@ from hf_laer.integrations.transformers.patch import (
     patch_model,
     unpatch_model,
 )
+from hf_laer.integrations.transformers.recording import TraceRecording, record_trace
 
-__all__ = ["expert_parameters", "get_engine", "is_patched", "patch_model", "unpatch_model"]
+__all__ = [
+    "TraceRecording",
+    "expert_parameters",
+    "get_engine",
+    "is_patched",
+    "patch_model",
+    "record_trace",
+    "unpatch_model",
+]

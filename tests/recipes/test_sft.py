@@ -15,6 +15,7 @@ import sft
 import upcycle
 from accelerate.utils import DistributedType
 
+from hf_laer.sim import load_trace
 from tests.recipes import tiny
 from tests.recipes.conftest import RECIPES
 
@@ -42,6 +43,7 @@ def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> Non
     command = [*LAUNCH, "--config_file", str(RECIPES / "accelerate" / "cpu_2processes.yaml"), str(RECIPES / "sft.py")]
     command += ["--config", str(RECIPES / "smollm2_moe.yaml"), "--output_dir", str(output)]
     command += ["--model_name_or_path", str(model), "--max_steps", "3", "--rows_per_domain", "16"]
+    command += ["--trace", str(output / "trace.npz")]
     text = run(command)
     assert re.search(r"step +3 +loss [\d.]+ .*tokens/s .*imbalance .*planned .*spilled .*moved", text)
     assert "best static" in text
@@ -49,6 +51,9 @@ def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> Non
     assert len(layers) == 3
     assert sum(layer["spilled"] for layer in layers) > 0
     assert all(layer["batches"] == 3 for layer in layers)
+    trace = load_trace(output / "trace.npz")
+    assert trace.loads.shape[:3] == (3, 3, 2)
+    assert [layer["tokens"] for layer in layers] == trace.loads.sum((0, 2, 3)).tolist()
     # A gain that no static layout would have shown.
     planned, static = (sum(layer[name] for layer in layers) for name in ("after_mean", "static_mean"))
     assert planned < static

@@ -118,13 +118,16 @@ def test_csv_import(tmp_path):
 
 
 def test_a_writer_keeps_complete_steps_only():
-    writer = TraceWriter(2, {"top_k": 1}, capacity=3)
+    step_bytes = 2 * 2 * 3 * 4  # int32
+    writer = TraceWriter(2, {"top_k": 1}, max_bytes=3 * step_bytes)
     for step in range(4):
         for layer in (1, 0):
             writer.add(layer, np.full((2, 3), 10 * step + layer))
     writer.add(1, np.zeros((2, 3)))
     trace = writer.trace()
     assert trace.loads[:, :, 0, 0].tolist() == [[20, 21], [30, 31]]
+    assert trace.meta == {"top_k": 1, "first_step": 2}
+    assert writer.steps == 2
     with pytest.raises(ValueError, match="layer 2"):
         writer.add(2, np.zeros((2, 3)))
     with pytest.raises(ValueError, match="no step with all 2 layers"):
