@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.routes import make_routes
+from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.layer import MoELayer, Run
@@ -51,7 +52,8 @@ class Engine:
         self.recorder = Recorder()
         self.watcher: LoadsWatcher | None = None
         self.pool = SlotPool()
-        self.returns = GradientReturns()
+        self.watch = Watch()
+        self.returns = GradientReturns(self.watch)
         self.comms = Communicators()
         self.mesh: DeviceMesh | None = None
         self.compute_dtype = _dtype(config.compute_dtype)
@@ -117,7 +119,7 @@ class Engine:
         """
         try:
             groups = self._checked_groups(mesh)
-            self.comms = communicators(mesh, len(groups[0]))
+            self.comms = communicators(mesh, len(groups[0]), self.watch)
         except ValueError:
             self.restore(detached)
             raise
@@ -217,11 +219,14 @@ class Engine:
             training: Whether the tuner and the recorder learn from it.
         """
         self._check_sharded(layer)
+        micro_batch = layer.forwards
+        layer.forwards += 1
+        self.watch.where = Where(layer.name, "forward" if training else "evaluation", micro_batch)
         experts = layer.spec.num_experts
         counts = torch.zeros(experts, dtype=torch.int64, device=top_k_index.device)
         counts.scatter_add_(0, top_k_index.reshape(-1), torch.ones_like(top_k_index).reshape(-1))
         everyone = self.comms.weights if needs_loads(self.config) else self.comms.tokens
-        loads = everyone.all_gather(counts).cpu().numpy()
+        loads = everyone.to_host(everyone.all_gather(counts)).numpy()
         started = time.perf_counter()
         plans = self._plans(layer, loads)
         mine = plans[min(self.comms.weights.rank // len(self._groups[0]), len(plans) - 1)]
@@ -239,7 +244,7 @@ class Engine:
             _slot_counts(mine, tokens.rank),
             tokens,
         )
-        return Run(routes, self._table(plans), top_k_index)
+        return Run(routes, self._table(plans), top_k_index, micro_batch)
 
     def _check_sharded(self, layer: MoELayer) -> None:
         if not self.is_sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

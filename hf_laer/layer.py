@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_laer import tape
 from hf_laer.comm.routes import Routes
 from hf_laer.comm.tokens import combine, dispatch, return_gates
+from hf_laer.comm.watch import Where
 from hf_laer.compute.experts import Weights, bias_of, experts_backward, first_product, second_product
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
@@ -35,6 +36,7 @@ class Run:
         routes: The tokens' exchange.
         table: Per rank that shards the experts, the experts in its slots.
         top_k_index: int64 ``[T, K]``, the routing that the plan was made for.
+        micro_batch: How many forwards the layer had before.
         rows: The dispatched rows, kept for a recompute of the experts alone.
         out: The layer's output, kept likewise.
     """
@@ -42,6 +44,7 @@ class Run:
     routes: Routes
     table: SlotTable
     top_k_index: torch.Tensor
+    micro_batch: int
     rows: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
@@ -59,6 +62,7 @@ class MoELayer:
     def __init__(self, name: str, module: nn.Module, spec: ExpertsSpec, engine: Engine) -> None:
         self.name, self.module, self.spec, self.engine = name, module, spec, engine
         self.homes: dict[str, Home] = {}
+        self.forwards = 0
         self._rerouted: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -109,6 +113,7 @@ class MoELayer:
         if isinstance(frame, tape.Replay):
             run = frame.take(self.name)
             self._note_rerouted(run.top_k_index, top_k_index)
+            self.engine.watch.where = Where(self.name, "recompute", run.micro_batch)
             return run
         if torch._C._current_graph_task_id() == -1:
             self.engine.returns.forget()
@@ -169,6 +174,7 @@ class MoELayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of ``hidden`` ``[T, H]`` and of the routing weights ``[T * K]``; the weights' go home."""
         routes, tokens, dtype = run.routes, self.engine.comms.tokens, rows.dtype
+        self.engine.watch.where = Where(self.name, "backward", run.micro_batch)
         weights = self.slots(run, dtype, rows.device)
         grad_rows = dispatch(grad.to(dtype), routes, tokens)
         inputs = rows[routes.source_row]

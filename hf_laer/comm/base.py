@@ -22,6 +22,9 @@ class Communicator(Protocol):
     Attributes:
         size: Ranks in the group.
         rank: This rank's place in the group.
+
+    Raises:
+        CollectiveError: Every method, where the other ranks do not take part.
     """
 
     size: int
@@ -41,4 +44,8 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over the ranks."""
+        ...
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host of what was received, or follows from it."""
         ...

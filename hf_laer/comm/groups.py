@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.local import LocalCommunicator
 from hf_laer.comm.process_group import ProcessGroupCommunicator
+from hf_laer.comm.watch import Watch
 
 # Process groups cost sockets, threads and memory for as long as the world lives: equal ones are shared.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -32,7 +35,7 @@ class Communicators:
     replicas: Communicator = field(default_factory=LocalCommunicator)
 
 
-def communicators(mesh: DeviceMesh, group_size: int) -> Communicators:
+def communicators(mesh: DeviceMesh, group_size: int, watch: Watch) -> Communicators:
     """Makes and warms the groups of a 1-D (shard) or 2-D (replicate, shard) mesh.
 
     Collective over all ranks of the world: each rank makes every group, in the same order.
@@ -40,6 +43,7 @@ def communicators(mesh: DeviceMesh, group_size: int) -> Communicators:
     Args:
         mesh: The FSDP mesh.
         group_size: Consecutive ranks of the shard dimension that exchange tokens.
+        watch: Told the rank and the groups' time limit; errors and long waits are reported through it.
 
     Raises:
         ValueError: The mesh leaves ranks out.
@@ -53,14 +57,24 @@ def communicators(mesh: DeviceMesh, group_size: int) -> Communicators:
     rows = [tuple(row) for row in grid.tolist()]
     columns = [tuple(column) for column in grid.t().tolist()]
     blocks = [row[i : i + group_size] for row in rows for i in range(0, len(row), group_size)]
+    timeout = group_timeout(mesh.device_type)
+    watch.begin(dist.get_rank(), timeout.total_seconds())
+    mine = partial(_mine, timeout=timeout, watch=watch)
     made = Communicators(
-        tokens=_mine(blocks, "tokens"), weights=_mine(rows, "weights"), replicas=_mine(columns, "replicas")
+        tokens=mine(blocks, "tokens"), weights=mine(rows, "weights"), replicas=mine(columns, "replicas")
     )
     _warm(made, mesh.device_type)
     return made
 
 
-def _mine(partition: list[tuple[int, ...]], purpose: str) -> Communicator:
+def group_timeout(device_type: str) -> timedelta:
+    """The time limit that the user gave the default process group; a new group would have its back end's default."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(torch.device(device_type)).options._timeout
+
+
+def _mine(partition: list[tuple[int, ...]], purpose: str, timeout: timedelta, watch: Watch) -> Communicator:
     """The communicator of this rank's part; parts of one rank need no process group."""
     if len(partition[0]) == 1:
         return LocalCommunicator()
@@ -69,10 +83,10 @@ def _mine(partition: list[tuple[int, ...]], purpose: str) -> Communicator:
     known = _made.setdefault(world, {})
     for ranks in partition:
         if (purpose, ranks) not in known:
-            known[purpose, ranks] = dist.new_group(list(ranks), group_desc=f"hf_laer_{purpose}")
+            known[purpose, ranks] = dist.new_group(list(ranks), timeout, group_desc=f"hf_laer_{purpose}")
     me = dist.get_rank()
     ranks = next(ranks for ranks in partition if me in ranks)
-    return ProcessGroupCommunicator(known[purpose, ranks], purpose)
+    return ProcessGroupCommunicator(known[purpose, ranks], purpose, watch)
 
 
 def _warm(made: Communicators, device_type: str) -> None:

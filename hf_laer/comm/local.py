@@ -40,3 +40,7 @@ class LocalCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""
         return tensor
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host."""
+        return tensor.cpu()

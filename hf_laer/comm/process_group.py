@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+
+from hf_laer.comm.watch import Watch, Where
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -19,14 +22,18 @@ class PendingWork:
     work: dist.Work
     received: torch.Tensor
     sent: torch.Tensor
-    label: str
+    collective: str
+    where: Where
+    watch: Watch
 
     def wait(self) -> torch.Tensor:
-        """The received tensor."""
-        try:
+        """The received tensor.
+
+        Raises:
+            CollectiveError: It failed or timed out.
+        """
+        with self.watch.waits(self.collective, self.where):
             self.work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{self.label} failed: {error}") from error
         return self.received
 
 
@@ -36,20 +43,23 @@ class ProcessGroupCommunicator:
     Args:
         group: The process group; only hf_laer uses it, so that tokens and weights queue behind nobody else.
         purpose: What travels on it; errors name it.
+        watch: Where this rank is; errors say it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, purpose: str, watch: Watch) -> None:
         self.group = group
         self.purpose = purpose
         self.size = group.size()
         self.rank = group.rank()
+        self.watch = watch
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[…]``, alike on every rank, to ``[size, …]``."""
         gathered = tensor.new_empty(self.size, *tensor.shape)
         # The flat view: gloo wants input and output of equal rank.
-        work = _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True)
-        return self._pending(work, gathered, tensor, "all-gather").wait()
+        into, flat = gathered.view(-1), tensor.contiguous().view(-1)
+        start = partial(_all_gather, into, flat, group=self.group, async_op=True)
+        return self._start("all-gather", start, gathered, tensor).wait()
 
     def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Sends ``send[q]`` rows to each rank q and returns ``receive[p]`` rows from each rank p."""
@@ -59,14 +69,25 @@ class ProcessGroupCommunicator:
         """As :meth:`all_to_all`, returning at once."""
         tensor = tensor.contiguous()
         received = tensor.new_empty(sum(receive), *tensor.shape[1:])
-        work = dist.all_to_all_single(received, tensor, list(receive), list(send), group=self.group, async_op=True)
-        return self._pending(work, received, tensor, "all-to-all")
+        start = partial(
+            dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True
+        )
+        return self._start("all-to-all", start, received, tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over the ranks."""
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return self._pending(work, tensor, tensor, "all-reduce").wait()
+        start = partial(dist.all_reduce, tensor, group=self.group, async_op=True)
+        return self._start("all-reduce", start, tensor, tensor).wait()
 
-    def _pending(self, work: dist.Work, received: torch.Tensor, sent: torch.Tensor, kind: str) -> PendingWork:
-        label = f"hf_laer {kind} of {self.purpose} (rank {self.rank} of {self.size})"
-        return PendingWork(work, received, sent, label)
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host; under NCCL this is where a rank waits for the others."""
+        with self.watch.waits(f"{self.purpose} to arrive", self.watch.where):
+            return tensor.cpu()
+
+    def _start(
+        self, kind: str, start: Callable[[], dist.Work], received: torch.Tensor, sent: torch.Tensor
+    ) -> PendingWork:
+        collective, where = f"{kind} of {self.purpose}", self.watch.where
+        with self.watch.waits(collective, where):
+            work = start()
+        return PendingWork(work, received, sent, collective, where, self.watch)

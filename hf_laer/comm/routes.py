@@ -95,7 +95,8 @@ def make_routes(
     )
     ones = [1] * comm.size
     arriving = comm.all_to_all(sizes, ones, ones)
-    (send_rows, send_choices), (receive_rows, receive_choices) = torch.stack([sizes.t(), arriving.t()]).tolist()
+    both = torch.stack([sizes.t(), arriving.t()])
+    (send_rows, send_choices), (receive_rows, receive_choices) = comm.to_host(both).tolist()
     received = comm.all_to_all(message, send_choices, receive_choices)
     row_token = row_token[: sum(send_rows)]
     arrived = _by_slot(received, arriving, receive_rows, receive_choices, top_k)

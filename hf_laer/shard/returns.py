@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import Variable
 
+from hf_laer.comm.watch import Watch, Where
 from hf_laer.shard.exchange import Reshard
 from hf_laer.shard.home import Home
 
@@ -13,10 +14,14 @@ class GradientReturns:
     """Finishes each layer's reshard when the next layer starts its own, and the last one when backward ends.
 
     A backward may run inside another (a function that differentiates in its own backward): each has its own queue.
+
+    Args:
+        watch: Told for which layer a reshard is finished.
     """
 
-    def __init__(self) -> None:
-        self._pending: dict[int, Reshard | None] = {}
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._pending: dict[int, tuple[Reshard, Where]] = {}
         self._touched: dict[int, dict[int, Home]] = {}
 
     def push(self, reshard: Reshard) -> None:
@@ -26,7 +31,7 @@ class GradientReturns:
             self._touched[task] = {}
             Variable._execution_engine.queue_callback(lambda: self._join(task))
         self._finish(self._pending.get(task))
-        self._pending[task] = reshard
+        self._pending[task] = reshard, self._watch.where
         self._touched[task].update({id(home.parameter): home for home in reshard.homes.values()})
 
     def forget(self) -> None:
@@ -40,7 +45,8 @@ class GradientReturns:
         for home in self._touched.pop(task, {}).values():
             home.run_hooks()
 
-    @staticmethod
-    def _finish(reshard: Reshard | None) -> None:
-        if reshard is not None:
-            reshard.finish()
+    def _finish(self, pending: tuple[Reshard, Where] | None) -> None:
+        if pending is not None:
+            reshard, where = pending
+            with self._watch.at(where):
+                reshard.finish()
