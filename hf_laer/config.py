@@ -14,6 +14,8 @@ import yaml
 STRATEGIES = ("ep", "llep", "fsep", "fsdp")
 DTYPES = ("float32", "bfloat16", "float16")
 RECOMPUTE = ("layer", "experts")
+LARGEST = 2**31 - 1
+LARGEST_FILE = 2**20
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,29 @@ class LaerConfig:
         unknown = sorted(map(str, set(values) - known))
         if unknown:
             raise ValueError(f"LaerConfig has no setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        nested = [name for name, value in values.items() if isinstance(value, list | tuple | dict | set)]
+        if nested:  # never shown: what a few aliases in YAML stand for may be longer than memory
+            raise ValueError(f"LaerConfig takes one value for {', '.join(nested)}, not several")
         return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path) -> LaerConfig:
-        """Reads a ``.yaml``, ``.yml`` or ``.json`` file, the latter two never running code."""
-        text = Path(path).read_text(encoding="utf-8")
+        """Reads a ``.yaml``, ``.yml`` or ``.json`` file; none of them ever runs code.
+
+        Raises:
+            ValueError: The file is none, or a setting in it is impossible; names both.
+            OSError: The file cannot be opened.
+        """
+        data = Path(path).read_bytes()
         try:
+            if len(data) > LARGEST_FILE:
+                raise ValueError(f"{len(data)} bytes are too many")
+            text = data.decode("utf-8")
             values = json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
-        except (json.JSONDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path} is not a readable LaerConfig file: {error}") from error
+        except Exception as error:  # PyYAML's constructors raise whatever bad scalars make them raise
+            raise ValueError(f"{path} is not a readable LaerConfig file: {error or type(error).__name__}") from error
         try:
-            return cls.from_dict(values or {})
+            return cls.from_dict({} if values is None else values)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -129,15 +142,20 @@ class LaerConfig:
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={_shown(value)} is not one of {', '.join(allowed)}")
 
 
 def _at_least(name: str, value: object, least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise ValueError(f"{name}={value!r} must be a finite number of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST:
+        raise ValueError(f"{name}={_shown(value)} must be a finite number of at least {least}")
 
 
 def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
+        raise ValueError(f"{name}={_shown(value)} must be a whole number of at least 1, and below 2**31")
+
+
+def _shown(value: object) -> str:
+    """The value for a message; numbers and strings may have any length."""
+    return repr(value if not isinstance(value, int) or abs(value) < 10**40 else float("inf"))[:80]

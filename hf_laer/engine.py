@@ -19,6 +19,7 @@ from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.layer import MoELayer, Run
+from hf_laer.memory import check_memory
 from hf_laer.plan import compile_kernels
 from hf_laer.plan.owners import chunk_owners
 from hf_laer.plan.types import EMPTY, Placement, Plan
@@ -190,10 +191,13 @@ class Engine:
         }
 
     def load_state_dict(self, memory: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`; where the number of ranks has changed, placements start anew."""
-        for name, remembered in memory.items():
-            if name not in self.layers:
-                continue
+        """Goes on from :meth:`state_dict`; where the number of ranks has changed, placements start anew.
+
+        Raises:
+            ValueError: It is no such memory, or another model's. Nothing of it was taken over.
+        """
+        experts = {name: layer.spec.num_experts for name, layer in self.layers.items()}
+        for name, remembered in check_memory(memory, experts).items():
             self._steps[name] = remembered["step"]
             held = np.array(remembered["held"], bool)
             if held.shape[0] == sum(map(len, self._groups)):

@@ -14,7 +14,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 from hf_laer.config import LaerConfig
 from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.hook import install_hook
-from hf_laer.integrations.accelerate.resume import of_first_rank
+from hf_laer.integrations.accelerate.resume import take_up
 from hf_laer.integrations.transformers import get_engine, patch_model
 from hf_laer.integrations.transformers.recording import TraceRecording, check_path, record_trace
 from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_state
@@ -99,7 +99,8 @@ class LaerCallback(TrainerCallback, ExportableState):
         """Checks that the experts are sharded by now, and takes up a checkpoint's memory.
 
         Raises:
-            ValueError: The callback came after the trainer's ``__init__``, or ranks get unequal batch counts.
+            ValueError: The callback came after the trainer's ``__init__``, ranks get unequal batch counts, or the
+                checkpoint's memory is none.
         """
         self._engine = get_engine(model)
         if self._engine is None:
@@ -107,8 +108,9 @@ class LaerCallback(TrainerCallback, ExportableState):
         check_loader(train_dataloader, PartialState().num_processes)
         if state.global_step and not self._engine.is_sharded:
             logger.warning(_EXPERTS_NOT_LOADED)
-        memory = _saved(state.stateful_callbacks, type(self).__name__).get("memory", {})
-        self._engine.load_state_dict(of_first_rank(memory))
+        name = type(self).__name__
+        what = f"stateful_callbacks.{name}.attributes.memory in the checkpoint's trainer_state.json"
+        take_up(self._engine, lambda: _saved(state.stateful_callbacks, name).get("memory", {}), what)
         if self.trace is not None:
             self._recording = record_trace(model, self.trace)
 
@@ -190,9 +192,12 @@ class _Window:
 
 def _saved(callbacks: Any, name: str) -> dict[str, Any]:
     """The attributes that ``trainer_state.json`` holds of the callback ``name``, or nothing."""
-    saved = (callbacks or {}).get(name, {})
-    saved = saved[0] if isinstance(saved, list) else saved
-    return saved.get("attributes", {})
+    saved = callbacks.get(name, {}) if isinstance(callbacks, Mapping) else {}
+    saved = saved[0] if isinstance(saved, list) and saved else saved
+    attributes = saved.get("attributes", {}) if isinstance(saved, Mapping) else None
+    if not isinstance(attributes, Mapping):
+        raise ValueError(f"it is no saved callback: {str(saved)[:80]}")
+    return dict(attributes)
 
 
 def _log_ours_first(

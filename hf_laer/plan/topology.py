@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +51,17 @@ class Topology:
     gemm_efficiency: tuple[float, ...] = GEMM_EFFICIENCY
 
     def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node"):
+            if not isinstance(getattr(self, name), int | np.integer):
+                raise ValueError(f"{name} must be a whole number, got {str(getattr(self, name))[:40]!r}")
         for name in ("num_ranks", "ranks_per_node", "flops", "intra_bandwidth", "inter_bandwidth"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} must be positive")
-        if min(self.intra_latency, self.inter_latency) < 0:
+            if not _number(name, getattr(self, name)) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if min(_number(name, getattr(self, name)) for name in ("intra_latency", "inter_latency")) < 0:
             raise ValueError(f"latencies {self.intra_latency}, {self.inter_latency} must not be negative")
-        tokens, reached = self.gemm_tokens, self.gemm_efficiency
-        if len(tokens) != len(reached) or not tokens or list(tokens) != sorted(set(tokens)) or tokens[0] < 1:
+        tokens = [_number("gemm_tokens", value) for value in self.gemm_tokens]
+        reached = [_number("gemm_efficiency", value) for value in self.gemm_efficiency]
+        if len(tokens) != len(reached) or not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
             raise ValueError(f"gemm_tokens {tokens} must ascend and pair with gemm_efficiency {reached}")
         if min(reached) <= 0 or max(reached) > 1:
             raise ValueError(f"gemm_efficiency {reached} must lie in (0, 1]")
@@ -76,6 +78,14 @@ class Topology:
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """The efficiency curve as int64 and float64 arrays."""
         return np.array(self.gemm_tokens, np.int64), np.array(self.gemm_efficiency, np.float64)
+
+
+def _number(name: str, value: object) -> float:
+    """The value, once it is known to be one that float64 and int64 arithmetic can hold."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not -(2.0**62) < value < 2.0**62:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a finite number below 2**62, got {str(value)[:40]!r}")
+    return float(value)  # type: ignore[arg-type]
 
 
 # 400 Gb/s per GPU for the H parts, 800 Gb/s per node of eight for the A100 (LAER's cluster), nine tenths of
@@ -104,17 +114,22 @@ def read_topology(path: str | Path) -> Topology:
     """A measured profile: a JSON object with the fields of :class:`Topology`.
 
     Raises:
-        ValueError: Not such an object.
+        ValueError: Not such an object; names the file and the field.
+        OSError: The file cannot be opened.
     """
     known = {field.name for field in dataclasses.fields(Topology)}
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}, not an object")
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"unknown fields {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            raise ValueError(f"unknown fields {', '.join(unknown)[:200]}; known: {', '.join(sorted(known))}")
         for name in ("gemm_tokens", "gemm_efficiency"):
+            if not isinstance(values.get(name, []), list):
+                raise ValueError(f"{name} must be a list")
             if name in values:
                 values[name] = tuple(values[name])
         return Topology(**values)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a topology: {error}") from error

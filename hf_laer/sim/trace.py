@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import zipfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from hf_laer.plan.validate import check_loads
 
 COLUMNS = ("step", "layer", "rank", "expert", "tokens")
+COUNTS = ("hidden", "intermediate", "top_k", "ranks_per_node", "slots")
+# A file may claim any size; 4 GiB of int64 is far beyond every trace that this package writes.
+LARGEST_ENTRIES = 2**29
+LARGEST_META = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +37,7 @@ class Trace:
         meta: What is known of the model and the machine; values are JSON.
 
     Raises:
-        ValueError: Not four axes, an empty one, or a value that is no token count.
+        ValueError: Not four axes, an empty one, a value that is no token count, or a size in ``meta`` that is none.
     """
 
     loads: np.ndarray
@@ -44,6 +49,7 @@ class Trace:
             raise ValueError(f"a trace is [steps, layers, ranks, experts], got shape {loads.shape}")
         flat = check_loads(loads.reshape(-1, loads.shape[-1]))
         object.__setattr__(self, "loads", flat.reshape(loads.shape))
+        _check_meta(self.meta)
 
     @property
     def steps(self) -> int:
@@ -97,17 +103,59 @@ def load_trace(path: str | Path) -> Trace:
     """Reads a trace: ``.csv`` by :func:`trace_from_csv`, everything else as ``.npz``; no pickle is ever read.
 
     Raises:
-        ValueError: Not such a file; the message says what is wrong.
+        ValueError: Not such a file, or a larger one than ``LARGEST_ENTRIES``; the message says what is wrong.
+        OSError: The file cannot be opened.
     """
     if Path(path).suffix.lower() == ".csv":
         return trace_from_csv(path)
-    try:
-        with np.load(path, allow_pickle=False) as data:
-            loads = data["loads"]
-            meta = json.loads(str(data["meta"][0])) if "meta" in data else {}
-        return Trace(loads, meta)
-    except (KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a trace: {error}") from error
+    with open(path, "rb") as file:
+        try:
+            return _from_npz(file)
+        except Exception as error:  # the readers of zip, deflate and npy trip over cut files in a dozen ways
+            raise ValueError(f"{path} is not a trace: {error or type(error).__name__}") from error
+
+
+def _from_npz(file: IO[bytes]) -> Trace:
+    with zipfile.ZipFile(file) as archive:
+        names = set(archive.namelist())
+        if "loads.npy" not in names:
+            raise ValueError(f"it lacks loads, and has {', '.join(sorted(names)) or 'nothing'}")
+        loads = _array(archive, "loads", LARGEST_ENTRIES)
+        if "meta.npy" not in names:
+            return Trace(loads)
+        text = _array(archive, "meta", 1)
+        if text.dtype.kind != "U" or text.size != 1:
+            raise ValueError(f"meta must be one string, got {text.dtype} of shape {text.shape}")
+        return Trace(loads, json.loads(str(text.reshape(-1)[0])))
+
+
+def _array(archive: zipfile.ZipFile, name: str, largest: int) -> np.ndarray:
+    """An array of the archive. Its header is compared with the bytes behind it before any memory is taken."""
+    info = archive.getinfo(f"{name}.npy")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{name} is compressed otherwise than NumPy does")
+    with archive.open(info) as member:
+        # Newer versions have longer headers, which NumPy reads whole before it looks at them.
+        if np.lib.format.read_magic(member) != (1, 0):
+            raise ValueError(f"{name} is not of npy version 1.0")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+        size, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+    room = LARGEST_META if dtype.kind == "U" else 8 * largest
+    if math.prod(shape) > largest or size > room:
+        raise ValueError(f"{name} claims shape {shape} of {dtype}, {size} bytes: more than {room} are not read")
+    if size != there:
+        raise ValueError(f"{name} claims shape {shape} of {dtype}, {size} bytes, and has {there}")
+    with archive.open(info) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _check_meta(meta: Any) -> None:
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"meta must be an object, got {type(meta).__name__}")
+    for name in COUNTS:
+        value = meta.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value < 2**31:
+            raise ValueError(f"meta: {name} must be a whole number of at least 1, got {str(value)[:40]}")
 
 
 def trace_from_csv(path: str | Path, meta: Mapping[str, Any] | None = None) -> Trace:
@@ -116,31 +164,54 @@ def trace_from_csv(path: str | Path, meta: Mapping[str, Any] | None = None) -> T
     ``layer`` and ``rank`` may be missing too and are then 0. Rows of the same place add up.
 
     Raises:
-        ValueError: No such columns, or a value that is no whole number of at least 0; names the line.
+        ValueError: No such columns, a value that is no whole number of at least 0 (names the line), or a table
+            that would need more than ``LARGEST_ENTRIES``.
+        OSError: The file cannot be opened.
     """
-    rows: list[tuple[int, ...]] = []
     with open(path, newline="", encoding="utf-8") as lines:
-        reader = csv.DictReader(lines)
-        names = [name.strip() for name in reader.fieldnames or []]
-        missing = {"step", "expert", "tokens"} - set(names)
-        if missing:
-            lacks = f"{path} lacks the columns {', '.join(sorted(missing))}"
-            raise ValueError(f"{lacks}; it has {', '.join(names)}")
-        reader.fieldnames = names
-        for row in reader:
-            try:
-                values = tuple(int(row.get(name) or 0) for name in COLUMNS)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
-            if min(values) < 0:
-                raise ValueError(f"{path}, line {reader.line_num}: negative value in {values}")
-            rows.append(values)
+        try:
+            rows = list(_rows(csv.reader(lines)))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a table: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}, {error}") from error
     if not rows:
         raise ValueError(f"{path} has no rows")
     table = np.array(rows, np.int64)
-    loads = np.zeros(tuple(table[:, :4].max(axis=0) + 1), np.int64)
+    shape = tuple(int(size) + 1 for size in table[:, :4].max(axis=0))
+    if math.prod(shape) > LARGEST_ENTRIES:
+        raise ValueError(f"{path} needs [steps, layers, ranks, experts] = {shape}: over {LARGEST_ENTRIES} entries")
+    if sum(row[4] for row in rows) >= 2**62:
+        raise ValueError(f"{path}: the tokens add up to 2**62 or more")
+    loads = np.zeros(shape, np.int64)
     np.add.at(loads, tuple(table[:, :4].T), table[:, 4])
     return Trace(loads, meta or {})
+
+
+def _rows(reader: Any) -> Iterator[tuple[int, ...]]:
+    """Each line's values in the order of ``COLUMNS``. Errors name the line."""
+    names = [name.strip() for name in next(reader, [])]
+    missing = {"step", "expert", "tokens"} - set(names)
+    if missing or len(set(names)) < len(names):
+        wrong = f"it lacks the columns {', '.join(sorted(missing))}" if missing else "a column comes twice"
+        raise ValueError(f"line 1: {wrong}; it has {', '.join(names)[:200]}")
+    places = [(name, names.index(name) if name in names else None) for name in COLUMNS]
+    for row in reader:
+        if not row:
+            continue
+        if len(row) != len(names):
+            raise ValueError(f"line {reader.line_num}: {len(row)} values in {len(names)} columns")
+        yield tuple(0 if at is None else _count(row[at], name, reader.line_num) for name, at in places)
+
+
+def _count(text: str, name: str, line: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**62:
+        raise ValueError(f"line {line}: {name} must be a whole number of at least 0, got {text[:40]!r}")
+    return value
 
 
 class TraceWriter:

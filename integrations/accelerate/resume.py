@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,25 +28,52 @@ def register_state_hooks(accelerator: Accelerator, engine: Engine) -> None:
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         if accelerator.is_main_process:
-            Path(folder, FILE).write_text(json.dumps(engine.state_dict()), encoding="utf-8")
+            path = Path(folder, FILE)
+            aside = path.with_name(f"{FILE}.tmp")
+            aside.write_text(json.dumps(engine.state_dict()), encoding="utf-8")
+            aside.replace(path)
 
     def load(models: list[Any], folder: str) -> None:
         path = Path(folder, FILE)
-        memory = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        engine.load_state_dict(of_first_rank(memory))
-        if not memory:  # a checkpoint from before the model was patched
+        if not path.exists():  # a checkpoint from before the model was patched
             logger.info("no %s in the checkpoint: placements start anew", FILE)
+        take_up(engine, lambda: json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}, str(path))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
 
 
-def of_first_rank(memory: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's ``memory``, on every rank. Collective.
+def take_up(engine: Engine, read: Callable[[], Any], what: str) -> None:
+    """Lets the engine go on from what rank 0 reads. Collective.
 
     Ranks that remember differently would plan differently, and wait for each other; a node may not see the file.
+
+    Args:
+        engine: On every rank.
+        read: Called on rank 0 only; an empty memory is that of a checkpoint from before the model was patched.
+        what: The file, for messages.
+
+    Raises:
+        ValueError: On every rank alike: the file cannot be read, or holds no memory of this model.
     """
-    box = [memory]
-    if dist.is_available() and dist.is_initialized():
+    memory, fault = _on_first_rank(read)
+    try:
+        if fault:
+            raise ValueError(fault)
+        engine.load_state_dict(memory)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}. Without it, the run is as exact, and its placements start anew") from error
+
+
+def _on_first_rank(read: Callable[[], Any]) -> tuple[Any, str]:
+    """What rank 0 reads, and what went wrong there or ``""``, on every rank."""
+    joined = dist.is_available() and dist.is_initialized()
+    box: list[Any] = [{}, ""]
+    if not joined or dist.get_rank() == 0:
+        try:
+            box[0] = read()
+        except (OSError, ValueError, RecursionError) as error:
+            box[1] = str(error) or type(error).__name__
+    if joined:
         dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return box[0], box[1]
