@@ -6,6 +6,7 @@ backward  the same plan: unshard → dispatch of gradients → experts' backward
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from hf_laer.comm.routes import Routes
 from hf_laer.comm.tokens import combine, dispatch, return_gates
 from hf_laer.comm.watch import Where
 from hf_laer.compute.experts import Weights, bias_of, experts_backward, first_product, second_product
+from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.shard.exchange import SlotTable, start_reshard, unshard
@@ -65,13 +67,21 @@ class MoELayer:
         self.forwards = 0
         self._rerouted: torch.Tensor | None = None
 
-    def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        adapters: Sequence[LowRank] = (),
+    ) -> torch.Tensor:
         """Runs the layer.
 
         Args:
             hidden: ``[T, H]``; T may differ between ranks and be 0.
             top_k_index: int ``[T, K]``, the router's choices.
             top_k_weights: ``[T, K]``, its weights.
+            adapters: Low-rank additions to the weights of all experts, whole and the same on every rank. Their factors
+                get this rank's part of their gradients, which is to be averaged like any dense parameter's.
 
         Returns:
             ``[T, H]`` in the dtype of ``hidden``.
@@ -84,7 +94,9 @@ class MoELayer:
             # So that autograd calls the backward of a layer whose tokens need no gradient. Not the parameters: their
             # hooks would run for the gradient that this function does not return.
             anchor = torch.empty(0, requires_grad=bool(self.trained))
-            return _MoE.apply(hidden, top_k_weights, self, run, anchor)
+            factors = [factor for adapter in adapters for factor in (adapter.a, adapter.b)]
+            kinds = [(adapter.weight, adapter.scaling) for adapter in adapters]
+            return _MoE.apply(hidden, top_k_weights, self, run, anchor, kinds, *factors)
 
     def _check_parameters(self) -> None:
         """Follows a parameter that was replaced by a plain one; refuses what else stands in its place.
@@ -156,13 +168,20 @@ class MoELayer:
         """Unshards the run's experts into this rank's slots; valid until the pool's next use."""
         return unshard(self.homes, run.table, self.engine.comms.weights, self.engine.pool, dtype, device)
 
-    def forward(self, run: Run, hidden: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def held(self, run: Run) -> tuple[int, ...]:
+        """The experts in this rank's slots."""
+        return run.table[self.engine.comms.weights.rank]
+
+    def forward(
+        self, run: Run, hidden: torch.Tensor, dtype: torch.dtype, adapters: Sequence[LowRank]
+    ) -> tuple[torch.Tensor, ...]:
         """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``."""
         routes, tokens = run.routes, self.engine.comms.tokens
         weights = self.slots(run, dtype, hidden.device)
+        terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         rows = dispatch(hidden.to(dtype), routes, tokens)
-        up = first_product(self.spec, weights, rows[routes.source_row], routes.groups)
-        experts_out = second_product(self.spec, weights, up, routes.groups)
+        up = first_product(self.spec, weights, rows[routes.source_row], routes.groups, terms)
+        experts_out = second_product(self.spec, weights, up, routes.groups, terms)
         bias = bias_of(weights, self.spec.down_bias)
         summed = gather_sum(
             experts_out, routes.row_places, dtype, weights=routes.gates, bias=bias, slot=routes.groups.slot
@@ -170,23 +189,30 @@ class MoELayer:
         return combine(summed, routes, tokens, hidden.dtype), rows, up
 
     def backward(
-        self, run: Run, grad: torch.Tensor, rows: torch.Tensor, up: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of ``hidden`` ``[T, H]`` and of the routing weights ``[T * K]``; the weights' go home."""
+        self,
+        run: Run,
+        grad: torch.Tensor,
+        rows: torch.Tensor,
+        up: torch.Tensor | None,
+        adapters: Sequence[LowRank],
+    ) -> tuple[torch.Tensor, torch.Tensor, list[FactorGradients]]:
+        """Gradients of ``hidden`` ``[T, H]``, routing weights ``[T * K]`` and factors; those of the weights go home."""
         routes, tokens, dtype = run.routes, self.engine.comms.tokens, rows.dtype
         self.engine.watch.where = Where(self.name, "backward", run.micro_batch)
         weights = self.slots(run, dtype, rows.device)
+        terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         grad_rows = dispatch(grad.to(dtype), routes, tokens)
         inputs = rows[routes.source_row]
         if up is None:
-            up = first_product(self.spec, weights, inputs, routes.groups)
+            up = first_product(self.spec, weights, inputs, routes.groups, terms)
         wanted = frozenset(self.trained)
         grads = experts_backward(
-            self.spec, weights, inputs, up, routes.gates, grad_rows[routes.source_row], routes.groups, wanted
+            self.spec, weights, inputs, up, routes.gates, grad_rows[routes.source_row], routes.groups, wanted, terms
         )
         self._send_home(run, grads.weights)
         grad_hidden = combine(gather_sum(grads.rows, routes.row_places, dtype), routes, tokens, dtype)
-        return grad_hidden, return_gates(grads.gates, routes, tokens)
+        factors = [adapter.over_all(self.held(run), own) for adapter, own in zip(adapters, grads.factors, strict=True)]
+        return grad_hidden, return_gates(grads.gates, routes, tokens), factors
 
     def _send_home(self, run: Run, grads: Weights) -> None:
         if not grads:
@@ -208,8 +234,10 @@ class _MoE(torch.autograd.Function):
         layer: MoELayer,
         run: Run,
         anchor: torch.Tensor,
+        kinds: list[tuple[str, float]],
+        *factors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.layer, ctx.run = layer, run
+        ctx.layer, ctx.run, ctx.kinds = layer, run, kinds
         ctx.versions = layer.versions()
         ctx.dtypes = hidden.dtype, top_k_weights.dtype
         up = None
@@ -218,26 +246,34 @@ class _MoE(torch.autograd.Function):
         else:
             dtype = layer.engine.compute_dtype_for(hidden)
             with torch.autocast(hidden.device.type, enabled=False):
-                out, rows, up = layer.forward(run, hidden, dtype)
+                out, rows, up = layer.forward(run, hidden, dtype, _adapters(kinds, factors))
         if layer.engine.config.recompute == "experts" and tape.current() is not None:
             # A copy of the output: blocks add to what they get in place.
             run.rows, run.out, up = rows, out.clone(), None
         # Every rank saves the same tensors, after its last collective: a recompute that stops early stops alike.
-        ctx.save_for_backward(rows, up)
+        ctx.save_for_backward(rows, up, *factors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        rows, up = ctx.saved_tensors
+        rows, up, *factors = ctx.saved_tensors
         layer: MoELayer = ctx.layer
         if ctx.versions != layer.versions():
             raise RuntimeError(
                 f"the expert parameters of {layer.name} were modified in place between its forward and its backward"
             )
         with torch.autocast(grad.device.type, enabled=False):
-            grad_hidden, grad_gates = layer.backward(ctx.run, grad, rows, up)
+            grad_hidden, grad_gates, grad_factors = layer.backward(
+                ctx.run, grad, rows, up, _adapters(ctx.kinds, factors)
+            )
         hidden_dtype, gates_dtype = ctx.dtypes
         gates = grad_gates.to(gates_dtype).view(ctx.run.top_k_index.shape)
-        none = (None,) * (len(ctx.needs_input_grad) - 2)
-        return (grad_hidden.to(hidden_dtype), gates, *none)
+        of_factors = [factor for pair in grad_factors for factor in pair]
+        return (grad_hidden.to(hidden_dtype), gates, None, None, None, None, *of_factors)
+
+
+def _adapters(kinds: list[tuple[str, float]], factors: Sequence[torch.Tensor]) -> list[LowRank]:
+    """The additions, from what autograd sees of them."""
+    pairs = zip(factors[::2], factors[1::2], strict=True)
+    return [LowRank(weight, a, b, scaling) for (weight, scaling), (a, b) in zip(kinds, pairs, strict=True)]

@@ -101,6 +101,26 @@ PATCHES = {
             does="lets LaerCallback add its numbers before any other callback sees the logs",
             why="reporters (TensorBoard, W&B) come before a user's callbacks in the list and report first",
         ),
+        Patch(
+            name="lora_activate",
+            package="peft",
+            target="peft.tuners.lora.layer:ParamWrapper._activate_lora",
+            parameters=("self", "active_adapters"),
+            caller="peft.tuners.lora.layer:ParamWrapper.forward",
+            checked="0.21",
+            does="hands the factors of adapted experts to the engine, where a patched model's experts are adapted",
+            why="PEFT makes the sum of weight and addition for the whole stack of experts, which no rank has",
+        ),
+        Patch(
+            name="lora_merge",
+            package="peft",
+            target="peft.tuners.lora.layer:ParamWrapper.merge",
+            parameters=("self", "safe_merge", "adapter_names"),
+            caller="",
+            checked="0.21",
+            does="refuses to merge into experts that are sharded over ranks",
+            why="PEFT would add a plain tensor to a DTensor and fail with torch's words for it",
+        ),
     )
 }
 

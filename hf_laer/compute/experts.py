@@ -5,11 +5,14 @@ Letters in shapes: A rows sorted by slot, S slots, H hidden, I intermediate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from hf_laer.compute import low_rank
 from hf_laer.compute.grouped_gemm import Groups, Stacks, group_sums, rows_outer, rows_times
+from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.spec import ExpertsSpec
 
 Weights = dict[str, Stacks]
@@ -22,22 +25,47 @@ class ExpertGradients(NamedTuple):
         rows: ``[A, H]``, of the input rows.
         gates: float32 ``[A]``, of each row's routing weight.
         weights: Parameter name to stacks of ``[S', …]``, only those asked for.
+        factors: Of each low-rank addition's factors, in the order of the additions.
     """
 
     rows: torch.Tensor
     gates: torch.Tensor
     weights: Weights
+    factors: list[FactorGradients]
 
 
-def first_product(spec: ExpertsSpec, weights: Weights, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+def first_product(
+    spec: ExpertsSpec, weights: Weights, rows: torch.Tensor, groups: Groups, terms: Sequence[LowRank] = ()
+) -> torch.Tensor:
     """``[A, H]`` to ``[A, 2I]`` (``[A, I]`` without a gate), its bias not yet added."""
-    return rows_times(rows, _forward_view(spec, weights[spec.up]), groups)
+    return _product(spec, weights, spec.up, rows, groups, terms)
 
 
-def second_product(spec: ExpertsSpec, weights: Weights, up: torch.Tensor, groups: Groups) -> torch.Tensor:
+def second_product(
+    spec: ExpertsSpec, weights: Weights, up: torch.Tensor, groups: Groups, terms: Sequence[LowRank] = ()
+) -> torch.Tensor:
     """The first product to the experts' output ``[A, H]``, neither biased nor weighted yet."""
     act = spec.gate.forward(up, bias_of(weights, spec.up_bias), groups.slot)
-    return rows_times(act, _forward_view(spec, weights[spec.down]), groups)
+    return _product(spec, weights, spec.down, act, groups, terms)
+
+
+def _product(
+    spec: ExpertsSpec, weights: Weights, name: str, rows: torch.Tensor, groups: Groups, terms: Sequence[LowRank]
+) -> torch.Tensor:
+    out = rows_times(rows, _forward_view(spec, weights[name]), groups)
+    for term in low_rank.of_weight(terms, name):
+        out += low_rank.forward(rows, term, groups)
+    return out
+
+
+def _product_backward(
+    spec: ExpertsSpec, weights: Weights, name: str, grad: torch.Tensor, groups: Groups, terms: Sequence[LowRank]
+) -> torch.Tensor:
+    """The gradient of a product's rows."""
+    out = rows_times(grad, _backward_view(spec, weights[name]), groups)
+    for term in low_rank.of_weight(terms, name):
+        out += low_rank.backward(grad, term, groups)
+    return out
 
 
 def experts_backward(
@@ -49,6 +77,7 @@ def experts_backward(
     grad_out: torch.Tensor,
     groups: Groups,
     wanted: frozenset[str],
+    terms: Sequence[LowRank] = (),
 ) -> ExpertGradients:
     """Backward of ``gates * (second_product(first_product(rows)) + bias)``.
 
@@ -64,25 +93,28 @@ def experts_backward(
         grad_out: ``[A, H]``, the gradient of each row's token, not yet weighted.
         groups: Rows per slot.
         wanted: Names of the parameters whose gradients are needed.
+        terms: Low-rank additions to the weights, over the slots.
     """
-    grad_act = rows_times(grad_out, _backward_view(spec, weights[spec.down]), groups)
+    grad_act = _product_backward(spec, weights, spec.down, grad_out, groups, terms)
     up_bias, down_bias = bias_of(weights, spec.up_bias), bias_of(weights, spec.down_bias)
     gate = spec.gate.backward(up, up_bias, groups.slot, grad_act, gates)
     grad_gates = gate.gates
     if down_bias is not None:
         # One product for all slots and a pick, rather than a bias row for each row.
         grad_gates = grad_gates + (grad_out @ down_bias.t()).float().gather(1, groups.slot.unsqueeze(1)).squeeze(1)
-    grad_rows = rows_times(gate.up, _backward_view(spec, weights[spec.up]), groups)
+    grad_rows = _product_backward(spec, weights, spec.up, gate.up, groups, terms)
     grads: Weights = {}
     sizes = tuple(len(stack) for stack in weights[spec.up])
-    for name, left, right in ((spec.up, rows, gate.up), (spec.down, gate.weighted_act, grad_out)):
+    operands = {spec.up: (rows, gate.up), spec.down: (gate.weighted_act, grad_out)}
+    for name, (left, right) in operands.items():
         if name in wanted:
             grads[name] = rows_outer(*((left, right) if spec.is_transposed else (right, left)), groups, sizes)
     if spec.up_bias is not None and spec.up_bias in wanted:
         grads[spec.up_bias] = group_sums(gate.up, groups).split(sizes)
     if spec.down_bias is not None and spec.down_bias in wanted:
         grads[spec.down_bias] = group_sums(grad_out, groups, gates).split(sizes)
-    return ExpertGradients(grad_rows, grad_gates, grads)
+    factors = [low_rank.factor_gradients(*operands[term.weight], term, groups) for term in terms]
+    return ExpertGradients(grad_rows, grad_gates, grads, factors)
 
 
 def bias_of(weights: Weights, name: str | None) -> torch.Tensor | None:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.resume import register_state_hooks
+from hf_laer.integrations.peft import adopt_adapters, settle_adapters
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.integrations.transformers.checkpointing import tape_checkpoint_wrappers
 from hf_laer.integrations.transformers.validate import check_loader, check_model, check_state
@@ -62,6 +63,7 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
     if engine is None or _is_prepared(model):
         return original(accelerator, model)
     tape_checkpoint_wrappers(model)
+    adopt_adapters(model)
     check_setup(accelerator, model)
     with _one_tail(model):
         if engine.is_sharded:  # by patch_model(mesh=...): FSDP2 only has to leave the homes alone
@@ -70,6 +72,7 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
         else:
             arguments = attach_arguments(accelerator, model, engine)
             model = _shard_around(engine, lambda: original(accelerator, model), **arguments)
+    settle_adapters(model)
     register_state_hooks(accelerator, engine)
     _say(engine)
     return model

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from hf_laer.compute.low_rank import LowRank
 from hf_laer.layer import MoELayer
 
 NAME = "hf_laer"
@@ -23,10 +24,16 @@ class Mark:
     Args:
         layer: The engine's side of the module.
         config: The config that the module had before, which other models may share: it never names us.
+
+    Attributes:
+        adapters: By parameter, the low-rank additions of the forward that is running.
+        settled: The adapters, by parameter and name, that were there when the model was sharded; ``None`` before.
     """
 
     def __init__(self, layer: MoELayer | None, config: Any) -> None:
         self.layer, self.config = layer, config
+        self.adapters: dict[str, list[LowRank]] = {}
+        self.settled: set[tuple[str, str]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         return Mark(None, copy.deepcopy(self.config, memo))
@@ -75,7 +82,7 @@ def experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tenso
     if found is not None and found.layer is not None:
         bound = inspect.signature(eager).bind(module, *args, **kwargs)
         hidden, index, weights = list(bound.arguments.values())[1:4]
-        return found.layer(hidden, index, weights)
+        return found.layer(hidden, index, weights, [own for of_one in found.adapters.values() for own in of_one])
     config: Any = module.config if found is None else found.config
     previous = config._experts_implementation or "eager"
     if previous == NAME:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_laer.compute.gate import Gate, recognize
 from hf_laer.compute.spec import ExpertsSpec
+
+ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -18,7 +21,17 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether Transformers' ``use_experts_implementation`` decorated the module's class."""
-    return all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed", "num_experts"))
+    # The module's own attributes are asked: PEFT's wrappers answer for the module inside them.
+    return {"has_gate", "has_bias", "is_transposed"} <= vars(module).keys() and hasattr(module, "num_experts")
+
+
+def adapted_experts(model: nn.Module) -> dict[str, Any]:
+    """PEFT's wrappers around the parameters of experts modules (one around the other), by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__ == "ParamWrapper" and is_experts(module.get_base_layer())
+    }
 
 
 def spec_of(name: str, module: nn.Module) -> ExpertsSpec:

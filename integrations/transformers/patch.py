@@ -30,7 +30,8 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
     neither, and no process group, the model runs on one device. An optimizer may be made before or after.
 
     Args:
-        model: A Transformers model with MoE layers on the experts interface; with PEFT adapters on other modules too.
+        model: A Transformers model with MoE layers on the experts interface; with PEFT's LoRA too, on experts or
+            elsewhere.
         config: Strategy and settings; ``None`` means the defaults.
         mesh: The FSDP mesh, 1-D or (replicate, shard), for use without Accelerate.
 
@@ -61,10 +62,12 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
     tape_model(model)
     for name, module in modules.items():
         mark(module, engine.add_layer(name, module, specs[name]))
-    # Here, because Accelerate's part needs this one.
+    # Here, because these parts need this one.
     from hf_laer.integrations.accelerate.hook import install_hook
+    from hf_laer.integrations.peft import adopt_adapters
 
     install_hook()
+    adopt_adapters(model)
     if mesh is not None:
         _shard_now(model, engine, mesh)
     logger.info("hf_laer runs %d MoE layers of %s with %s", len(modules), type(model).__name__, config.strategy)

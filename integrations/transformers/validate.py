@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_laer.integrations.transformers.families import is_experts
+from hf_laer.integrations.transformers.families import ADAPTED, adapted_experts, is_experts
 
 _QUANTIZED_CLASSES = ("Mxfp4GptOssExperts", "FP8Experts")
 _QUANTIZED_PARAMETERS = ("Params4bit", "Int8Params")
@@ -29,9 +29,8 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         ValueError: Native parallelism (``DistributedConfig``, TP, EP), quantized experts, hub kernels,
-            Liger's experts, reentrant checkpointing, adapters on experts, experts that share parameters, a
-            family off Transformers' experts interface, or no MoE
-            layer.
+            Liger's experts, reentrant checkpointing, adapters on experts' biases or merged ones, experts that share
+            parameters, a family off Transformers' experts interface, or no MoE layer.
     """
     _check_native_parallelism(model)
     _check_quantized(model)
@@ -44,12 +43,17 @@ def check_model(model: nn.Module) -> None:
 
 
 def _check_adapted(model: nn.Module) -> None:
-    """PEFT's wrapper adds its delta to the stacked parameter as the module reads it, which the engine does not."""
-    for name, module in model.named_modules():
-        if type(module).__name__ == "ParamWrapper" and any(is_experts(part) for part in module.modules()):
+    """LoRA on the experts' weights works; the rest would be left out, or trained without effect."""
+    for name, wrapper in adapted_experts(model).items():
+        if wrapper.parameter_name not in ADAPTED:
             raise ValueError(
-                f"{name} adapts the experts themselves (LoRA with target_parameters, or all-linear), which hf_laer "
-                "does not run yet: adapt attention and other linear layers by target_modules, or train all of them"
+                f"{name} adapts {wrapper.parameter_name}: hf_laer runs LoRA on the experts' weights "
+                f"({', '.join(ADAPTED)}), not on their biases. Take it out of target_parameters"
+            )
+        if wrapper.merged:
+            raise ValueError(
+                f"{name} has merged adapters ({', '.join(wrapper.merged_adapters)}): call model.unmerge_adapter() to "
+                "train them on, or model.merge_and_unload() to be rid of them, before patch_model"
             )
 
 

@@ -76,15 +76,16 @@ def test_parametrized_parameters_are_refused() -> None:
         loss(model)
 
 
-def test_adapters_on_experts_are_refused() -> None:
+def test_adapters_that_are_refused() -> None:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
-    with pytest.raises(ValueError, match="target_parameters"):
-        patch_model(get_peft_model(tiny_model("qwen3_moe"), config))
-    later = patch_model(tiny_model("qwen3_moe"))
-    with pytest.raises(RuntimeError, match="no longer the parameter"):
-        loss(get_peft_model(later, config))
+    biases = LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj_bias"])
+    with pytest.raises(ValueError, match="not on their biases"):
+        patch_model(get_peft_model(tiny_model("gpt_oss"), biases))
+    merged = get_peft_model(tiny_model("qwen3_moe"), LoraConfig(target_modules=[], target_parameters=["down_proj"]))
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="unmerge_adapter"):
+        patch_model(merged)
 
 
 def test_shared_experts_are_refused() -> None:

@@ -1,0 +1,191 @@
+"""What rank processes run for LoRA on experts. Each case asserts for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from hf_laer.integrations.accelerate import LaerFSDPPlugin
+from hf_laer.integrations.transformers import get_engine
+from tests.engine.cases import average_dense_gradients, batch_of, loss_of, movement, patched
+from tests.integrations import rig
+from tests.integrations.cases import Counts, counted
+from tests.models import assert_close, full, tiny_model, tokens
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def lora(**settings: Any) -> LoraConfig:
+    """LoRA on the experts and on one linear layer; its rank divides nothing and is not the number of experts."""
+    defaults = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    return LoraConfig(**defaults | settings)
+
+
+def adapted(family: str, config: LoraConfig | None = None, **changes: Any) -> PeftModel:
+    """A small model with LoRA, whose B is random so that every factor has a gradient and an effect."""
+    torch.manual_seed(1)
+    model = get_peft_model(tiny_model(family, **changes), config or lora())
+    randomize(model)
+    return model.train()
+
+
+def randomize(model: nn.Module, adapter: str = "default", seed: int = 2) -> None:
+    """Random values for every B of an adapter, which PEFT starts at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if f"lora_B.{adapter}" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+@contextmanager
+def without_peft_sums() -> Iterator[None]:
+    """Inside, PEFT's way of forming weight and addition for the whole stack of experts raises; a router's may."""
+    original = ParamWrapper.get_delta_weight
+
+    def of_routers(wrapper: Any, adapter: str) -> torch.Tensor:
+        assert wrapper.num_experts == 1, "an addition to the whole stack of experts was made"
+        return original(wrapper, adapter)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParamWrapper, "get_delta_weight", of_routers)
+        patch.setattr(ParamWrapper, "get_delta_factors", of_routers)
+        yield
+
+
+def equal_gradients(
+    family: str, strategy: str, recompute: str | None = None, settings: dict[str, Any] | None = None
+) -> Counts:
+    """Loss and every gradient of two steps, against unpatched PEFT on all ranks' tokens."""
+    config = lora(**settings or {})
+    plain, model = adapted(family, config), adapted(family, config)
+    patched(model, strategy=strategy, history=1, recompute=recompute or "layer")
+    if recompute is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+    for step in range(2):
+        _compare_step(plain, model, step)
+    return movement(model)
+
+
+def _compare_step(plain: nn.Module, model: nn.Module, step: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain.zero_grad()
+    losses = [loss_of(plain, batch_of(other, step)) for other in range(world)]
+    torch.stack(losses).mean().backward()
+    model.zero_grad()
+    with without_peft_sums():
+        loss = loss_of(model, batch_of(rank, step))
+        loss.backward()
+    assert abs(loss.item() - losses[rank].item()) <= 1e-5 * abs(losses[rank].item())
+    average_dense_gradients(model)
+    want = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    got = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert got.keys() == want.keys()
+    for name, grad in got.items():
+        assert want[name].abs().max() > 0, f"{name}: nothing to compare"
+        assert_close(full(grad), want[name], name)
+
+
+def run_lora(
+    _: str, family: str, laer: dict[str, Any] | None = None, checkpointing: bool = False, **settings: Any
+) -> dict[str, Any]:
+    """Ten AdamW steps of a plain loop under FSDP2, patched where ``laer`` is given."""
+    run = trained(family, laer, checkpointing, **settings)
+    return {**run.numbers, "weights": rig.gathered(run.model)}
+
+
+def trained(
+    family: str, laer: dict[str, Any] | None, checkpointing: bool, peft: dict[str, Any] | None = None
+) -> rig.Loop:
+    """The loop after its ten steps."""
+    kind = rig.fsdp_plugin if laer is None else partial(rig.fsdp_plugin, LaerFSDPPlugin, laer=rig.eager(**laer))
+    run = rig.Loop(family, kind(activation_checkpointing=checkpointing), model=adapted(family, lora(**peft or {})))
+    run.train(10)
+    return run
+
+
+def trains(family: str, checkpointing: bool = False, peft: dict[str, Any] | None = None, **laer: Any) -> Counts:
+    """Ten AdamW steps: losses, gradient norms and adapters are unpatched PEFT's."""
+    theirs = rig.reference(run_lora, "", family, peft=peft)
+    with rig.fresh_accelerate():
+        run = trained(family, laer, checkpointing, peft)
+        engine = get_engine(run.model)
+        ours = {**run.numbers, "weights": rig.gathered(run.model)}
+    rig.assert_same(ours, theirs)
+    assert engine is not None
+    return counted(engine.recorder.drain())
+
+
+def saved_and_merged(folder: str, family: str, strategy: str) -> None:
+    """What PEFT saves of a patched model is what unpatched PEFT loads, runs and merges."""
+    ids = tokens(2, 9, seed=5)
+    with rig.fresh_accelerate():
+        run = trained(family, {"strategy": strategy}, False, {"r": 4, "use_rslora": True})
+        weights = rig.gathered(run.model)
+        with torch.no_grad():
+            want = run.model.eval()(input_ids=ids).logits
+        state = run.accelerator.get_state_dict(run.model)
+        if run.accelerator.is_main_process:
+            run.model.save_pretrained(folder, state_dict=state)
+        dist.barrier()
+    plain = tiny_model(family).eval()
+    with torch.no_grad():
+        base = plain(input_ids=ids).logits
+        loaded = PeftModel.from_pretrained(plain, folder).eval()
+        assert_close(loaded(input_ids=ids).logits, want, "loaded")
+        adapters = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+        assert len(adapters) == 2 * (2 + 1) * 2, "two layers, two stacks and a linear layer, A and B"
+        for name, parameter in adapters.items():
+            np.testing.assert_array_equal(parameter.numpy(), weights[name], err_msg=name)
+        assert_close(loaded.merge_and_unload()(input_ids=ids).logits, want, "merged")
+    assert (want - base).norm() > 0.01 * base.norm(), "the adapter does nothing"
+
+
+def frozen_and_trained(strategy: str) -> dict[str, tuple[int, int]]:
+    """How many exchanges of expert weights a forward and a backward make, by what is trained."""
+    made = {}
+    for kind in ("experts' LoRA", "attention's LoRA", "frozen", "all"):
+        model = _trained_part(kind)
+        patched(model, strategy=strategy, history=1)
+        engine = get_engine(model)
+        assert engine is not None
+        calls = _count_calls(engine.comms.weights, "start_all_to_all")
+        loss = loss_of(model, batch_of(dist.get_rank()))
+        forward = len(calls)
+        loss.backward()
+        made[kind] = forward, len(calls) - forward
+    return made
+
+
+def _trained_part(kind: str) -> nn.Module:
+    if kind == "experts' LoRA":
+        return adapted("gpt_oss")
+    if kind == "attention's LoRA":
+        return adapted("gpt_oss", lora(target_parameters=None))
+    model = tiny_model("gpt_oss")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(kind == "all" or "experts" not in name)
+    return model
+
+
+def _count_calls(owner: Any, name: str) -> list[str]:
+    """A list that grows with every call of a method from here on."""
+    original, calls = getattr(owner, name), []
+
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(name)
+        return original(*arguments, **keywords)
+
+    setattr(owner, name, counting)
+    return calls

@@ -1,0 +1,87 @@
+"""LoRA on experts is unpatched PEFT's LoRA: gradients, training, files; and frozen experts send no gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations import cases_lora
+
+STRATEGIES = ("ep", "llep", "fsep", "fsdp")
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
+MOVES = {"llep": "spilled", "fsep": "moved"}
+RECOMPUTE = (None, "layer", "experts")
+# Every strategy with every family and every kind of recompute, but not all three at once.
+SOME = [
+    (strategy, family, RECOMPUTE[(row + column) % 3])
+    for row, strategy in enumerate(STRATEGIES)
+    for column, family in enumerate(FAMILIES)
+]
+
+
+def check(counts, strategy: str, world_size: int) -> None:
+    """All ranks count the same, and something moved where the strategy moves anything."""
+    assert all(count == counts[0] for count in counts)
+    if strategy in MOVES and world_size > 1:
+        assert counts[0][MOVES[strategy]] > 0, "nothing moved: the test proved nothing"
+
+
+@pytest.mark.parametrize(("strategy", "family", "recompute"), SOME)
+def test_gradients(ranks, strategy: str, family: str, recompute: str | None) -> None:
+    counts = ranks(2).run(cases_lora.equal_gradients, family=family, strategy=strategy, recompute=recompute)
+    check(counts, strategy, 2)
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "family"), [(1, "llep", "gpt_oss"), (4, "fsep", "qwen3_moe")])
+def test_gradients_on_other_numbers_of_ranks(ranks, world_size: int, strategy: str, family: str) -> None:
+    check(ranks(world_size).run(cases_lora.equal_gradients, family=family, strategy=strategy), strategy, world_size)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_gradients(ranks, world_size: int, strategy: str, family: str, recompute: str | None) -> None:
+    counts = ranks(world_size).run(cases_lora.equal_gradients, family=family, strategy=strategy, recompute=recompute)
+    check(counts, strategy, world_size)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_parameters": ["mlp.experts.down_proj"], "r": 9},
+        {"target_modules": "all-linear", "target_parameters": None},
+        {"target_modules": ["q_proj"], "target_parameters": None, "modules_to_save": ["experts"]},
+    ],
+    ids=["one stack", "all-linear", "experts in full"],
+)
+def test_other_targets(ranks, settings) -> None:
+    counts = ranks(2).run(cases_lora.equal_gradients, family="qwen3_moe", strategy="llep", settings=settings)
+    check(counts, "llep", 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "family", "checkpointing"), [("llep", "qwen3_moe", True), ("fsep", "gpt_oss", False)]
+)
+def test_trains(ranks, strategy: str, family: str, checkpointing: bool) -> None:
+    counts = ranks(2).run(cases_lora.trains, family=family, strategy=strategy, checkpointing=checkpointing)
+    check(counts, strategy, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_trains_everywhere(ranks, world_size: int, strategy: str, family: str, checkpointing: bool) -> None:
+    counts = ranks(world_size).run(cases_lora.trains, family=family, strategy=strategy, checkpointing=checkpointing)
+    check(counts, strategy, world_size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_experts_send_no_gradients(ranks, strategy: str) -> None:
+    for made in ranks(2).run(cases_lora.frozen_and_trained, strategy=strategy):
+        forward, backward = made.pop("all")
+        assert backward == 2 * forward, "weights again, and their gradients"
+        assert (forward > 0) == (strategy != "ep")
+        assert all(backward == forward for forward, backward in made.values()), "weights again, and nothing else"
