@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-STRATEGIES = ("ep", "llep", "fsep", "fsdp")
+STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
+FORECASTS = ("auto", "last", "mean", "ema", "trend")
 DTYPES = ("float32", "bfloat16", "float16")
 RECOMPUTE = ("layer", "experts")
 LARGEST = 2**31 - 1
@@ -26,14 +27,18 @@ class LaerConfig:
         strategy: Where experts live and how tokens meet them.
             ``ep`` keeps whole experts with an owner; ``llep`` also spills what exceeds an owner's capacity to the
             least loaded ranks (LLEP, arXiv 2601.17111); ``fsep`` shards every expert over all ranks and re-lays
-            them out each step (LAER-MoE, arXiv 2602.11686); ``fsdp`` unshards every expert on every rank.
+            them out each step (LAER-MoE, arXiv 2602.11686); ``fsep+llep`` re-lays them out by forecast loads, splits
+            the tokens exactly by the present ones, and spills what that leaves; ``fsdp`` unshards every expert on
+            every rank.
         capacity_factor: LLEP's alpha: an owner's capacity as a multiple of the mean load (>= 1).
         min_tokens_per_gemm: LLEP's m: fewer tokens than this are not worth a weight transfer (>= 1).
         imbalance_threshold: LLEP's lambda: spilling is off while max/mean load over ranks is below it (>= 1).
         slots_per_rank: FSEP's room for unsharded experts on each rank; ``None`` means a quarter more than an even
             share of the experts, and at least one more.
         relayout_interval: FSEP makes a new placement every so many training micro-batches (>= 1).
-        history: FSEP sums the loads of so many of the latest training micro-batches (>= 1).
+        history: FSEP forecasts from the loads of so many of the latest training micro-batches (>= 1).
+        forecast: How: ``last`` repeats the latest, ``mean`` and ``ema`` average, ``trend`` goes on along a line;
+            ``auto`` takes for each layer the one that has missed by least so far.
         group_size: Tokens stay inside groups of so many consecutive ranks, each group holding a replica of every
             expert; ``None`` means all ranks.
         ranks_per_node: Ranks that share a node; ``None`` takes it from the launcher (``LOCAL_WORLD_SIZE``).
@@ -54,7 +59,8 @@ class LaerConfig:
     imbalance_threshold: float = 1.3
     slots_per_rank: int | None = None
     relayout_interval: int = 1
-    history: int = 2
+    history: int = 8
+    forecast: str = "auto"
     group_size: int | None = None
     ranks_per_node: int | None = None
     compute_dtype: str | None = None
@@ -64,6 +70,7 @@ class LaerConfig:
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("recompute", self.recompute, RECOMPUTE)
+        _one_of("forecast", self.forecast, FORECASTS)
         _at_least("capacity_factor", self.capacity_factor, 1.0)
         _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)
         for name in ("min_tokens_per_gemm", "relayout_interval", "history"):

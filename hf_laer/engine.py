@@ -27,7 +27,7 @@ from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
-from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, token_groups
+from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
 from hf_laer.tuner import LayerTuner
 
@@ -202,7 +202,7 @@ class Engine:
             held = np.array(remembered["held"], bool)
             if held.shape[0] == sum(map(len, self._groups)):
                 self._held[name] = held
-            if remembered["tuner"] is not None and self.config.strategy == "fsep":
+            if remembered["tuner"] is not None and relays(self.config):
                 self._tuner(self.layers[name]).load_state_dict(remembered["tuner"])
 
     def compute_dtype_for(self, hidden: torch.Tensor) -> torch.dtype:
@@ -229,10 +229,9 @@ class Engine:
         experts = layer.spec.num_experts
         counts = torch.zeros(experts, dtype=torch.int64, device=top_k_index.device)
         counts.scatter_add_(0, top_k_index.reshape(-1), torch.ones_like(top_k_index).reshape(-1))
-        everyone = self.comms.weights if needs_loads(self.config) else self.comms.tokens
-        loads = everyone.to_host(everyone.all_gather(counts)).numpy()
+        loads, placements = self._gather(layer, counts)
         started = time.perf_counter()
-        plans = self._plans(layer, loads)
+        plans = self._plans(loads, placements)
         mine = plans[min(self.comms.weights.rank // len(self._groups[0]), len(plans) - 1)]
         tokens = self.comms.tokens
         group = self._my_rows(loads)
@@ -270,12 +269,20 @@ class Engine:
         """int64 ``[N, E]``: the loads of all ranks of the world, replica by replica. Collective."""
         return self.comms.replicas.all_gather(self.comms.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
 
-    def _plans(self, layer: MoELayer, loads: np.ndarray) -> list[Plan]:
+    def _gather(self, layer: MoELayer, counts: torch.Tensor) -> tuple[np.ndarray, list[Placement] | None]:
+        """Every rank's loads int64 ``[N, E]``, and the layout that all ranks have ready. Waits for the device."""
+        if not relays(self.config):
+            everyone = self.comms.weights if needs_loads(self.config) else self.comms.tokens
+            return everyone.to_host(everyone.all_gather(counts)).numpy(), None
+        tuner, everyone = self._tuner(layer), self.comms.weights
+        newest = torch.tensor(tuner.newest()).to(counts.device, non_blocking=True)
+        told = everyone.to_host(everyone.all_gather(torch.cat([counts, newest]))).numpy()
+        return np.ascontiguousarray(told[:, :-2]), tuner.agree(told[:, -2], told[:, -1])
+
+    def _plans(self, loads: np.ndarray, layout: list[Placement] | None) -> list[Plan]:
         """One plan for each token group whose loads are here."""
         groups = self._groups if len(loads) == self.comms.weights.size else [range(len(loads))]
-        placements: list[Placement | None] = [None] * len(groups)
-        if self.config.strategy == "fsep":
-            placements = list(self._tuner(layer).placements())
+        placements = layout or [None] * len(groups)
         return [
             make_plan(self.config, loads[group.start : group.stop], placement, self.ranks_per_node)
             for group, placement in zip(groups, placements, strict=True)
@@ -300,8 +307,8 @@ class Engine:
         self, layer: MoELayer, loads: np.ndarray, group: np.ndarray, plans: list[Plan], mine: Plan, seconds: float
     ) -> None:
         """Feeds the tuner and the recorder; only ever with a training micro-batch's first forward."""
-        if self.config.strategy == "fsep":
-            self._tuner(layer).observe(loads)
+        if relays(self.config):
+            self._tuner(layer).observe(loads, plans)
         held = np.concatenate([_holds(plan.placement, layer.spec.num_experts) for plan in plans])
         before = self._held.get(layer.name, held)
         self._held[layer.name] = held
@@ -318,6 +325,7 @@ class Engine:
                 spilled=sum(plan.spilled for plan in plans),
                 moved=int((held & ~before).sum()),
                 plan_seconds=seconds,
+                forecast=self._tuner(layer).forecaster if relays(self.config) else "",
             )
         )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import chunk_owners, ep, fsdp, fsep, llep
+from hf_laer.plan import chunk_owners, ep, fsdp, fsep, fsep_llep, llep
 from hf_laer.plan.types import Placement, Plan
 
-SHARDED_DIM = {"ep": 0, "llep": 0, "fsep": 1, "fsdp": 1}
+SHARDED_DIM = {"ep": 0, "llep": 0, "fsep": 1, "fsep+llep": 1, "fsdp": 1}
 
 
 def token_groups(config: LaerConfig, ranks: int) -> list[range]:
@@ -27,6 +27,11 @@ def token_groups(config: LaerConfig, ranks: int) -> list[range]:
     return [range(start, start + size) for start in range(0, ranks, size)]
 
 
+def relays(config: LaerConfig) -> bool:
+    """Whether experts are laid out anew by a tuner."""
+    return config.strategy in ("fsep", "fsep+llep")
+
+
 def needs_loads(config: LaerConfig) -> bool:
     """Whether a plan depends on the loads of other ranks."""
     return config.strategy != "fsdp"
@@ -38,15 +43,22 @@ def make_plan(config: LaerConfig, loads: np.ndarray, placement: Placement | None
     Args:
         config: Strategy and its settings.
         loads: int64 ``[N, E]`` of the group's ranks.
-        placement: The tuner's, for ``fsep``.
+        placement: The tuner's, where there is one.
         ranks_per_node: Ranks that share a node.
     """
     ranks, experts = loads.shape
     if config.strategy == "fsdp":
         return fsdp(loads)
-    if config.strategy == "fsep":
-        assert placement is not None
-        return fsep(loads, placement, ranks_per_node=ranks_per_node)
+    if placement is not None:
+        if config.strategy == "fsep":
+            return fsep(loads, placement, ranks_per_node=ranks_per_node)
+        return fsep_llep(
+            loads,
+            placement,
+            ranks_per_node=ranks_per_node,
+            capacity_factor=config.capacity_factor,
+            min_tokens_per_gemm=config.min_tokens_per_gemm,
+        )
     owners = chunk_owners(experts, ranks)
     if config.strategy == "ep":
         return ep(loads, owners)

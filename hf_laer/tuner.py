@@ -1,31 +1,55 @@
 """The tuner: makes the next placement of each layer from its recent loads, off the training thread.
 
-A placement depends only on loads that all ranks hold, and a layer uses the one made from its latest training
-micro-batch, waiting for it if need be: so all ranks use the same one with no collective of its own.
+A placement depends only on loads that all ranks hold, so each rank works it out for itself; but one rank may be done
+before another. So each says, with its next loads, which version is the newest it has ready, and all use the least of
+these: a late one means that *every* rank keeps the old layout. No collective is added, none leaves the training thread.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from hf_laer.config import LaerConfig
 from hf_laer.plan import fsep_placement, initial_placement
-from hf_laer.plan.types import Placement
+from hf_laer.plan.forecast import FORECASTS, forecast, miss
+from hf_laer.plan.types import Placement, Plan, imbalance
+
+# Versions under way beyond the one in use; the oldest of them is the next one used.
+AHEAD = 2
+# Where the exact split over a layout levels the ranks this well, there is nothing left for another to win.
+LEVEL = 1.01
+
+
+class Version(NamedTuple):
+    """A layout: one placement for each token group.
+
+    Args:
+        number: Training micro-batches that it knows of.
+        placements: Group by group.
+        digest: A hash that fits an int64.
+    """
+
+    number: int
+    placements: list[Placement]
+    digest: int
 
 
 class LayerTuner:
     """Placements of one layer, one for each token group.
 
     Args:
-        config: Slots, history and interval.
+        config: Slots, history, forecast and interval.
         num_experts: E.
         groups: Ranks of each token group; consecutive, alike on all ranks.
         ranks_per_node: Ranks that share a node.
-        pool: Where placements are worked out; the planner lets go of the interpreter meanwhile.
+        pool: One thread; placements are worked out there, and the planner lets go of the interpreter meanwhile.
     """
 
     def __init__(
@@ -33,48 +57,115 @@ class LayerTuner:
     ) -> None:
         self._config, self._groups, self._pool = config, groups, pool
         self._ranks_per_node = ranks_per_node
+        self._slots = [config.slots_for(num_experts, len(group)) for group in groups]
         self._history: deque[np.ndarray] = deque(maxlen=config.history)
+        self._misses = dict.fromkeys(FORECASTS, 0)
         self._seen = 0
-        self._current = [
-            initial_placement(num_experts, len(group), config.slots_for(num_experts, len(group))) for group in groups
+        start = [
+            initial_placement(num_experts, len(group), room) for group, room in zip(groups, self._slots, strict=True)
         ]
-        self._next: Future[list[Placement]] | None = None
+        self._current = _version(0, start)
+        self._ready: deque[Version] = deque()
+        self._under_way: deque[Future[Version]] = deque()
 
-    def placements(self) -> list[Placement]:
-        """The layout to use now, one placement for each token group."""
-        if self._next is not None:
-            self._current, self._next = self._next.result(), None
-        return self._current
+    @property
+    def forecaster(self) -> str:
+        """The forecast in use: the config's, or the one that has missed by least so far."""
+        if self._config.forecast != "auto":
+            return self._config.forecast
+        return min(FORECASTS, key=lambda name: self._misses[name])
 
-    def observe(self, loads: np.ndarray) -> None:
-        """Feeds the loads ``[N, E]`` of one training micro-batch; starts on the next layout if one is due."""
-        self._history.append(loads)
+    def newest(self) -> tuple[int, int]:
+        """Number and digest of the newest version that is ready here.
+
+        Where torch is told to be deterministic, the ones under way are waited for, so that a run can be repeated.
+        """
+        wait = torch.are_deterministic_algorithms_enabled()
+        while self._under_way and (wait or self._under_way[0].done()):
+            self._ready.append(self._under_way.popleft().result())
+        newest = self._ready[-1] if self._ready else self._current
+        return newest.number, newest.digest
+
+    def agree(self, numbers: np.ndarray, digests: np.ndarray) -> list[Placement]:
+        """The layout that all ranks use now, from what each said of its newest.
+
+        Args:
+            numbers: int64 ``[N]``, of every rank's :meth:`newest`.
+            digests: int64 ``[N]``, likewise.
+
+        Raises:
+            RuntimeError: Two ranks made different layouts of one version.
+        """
+        least = int(numbers.min())
+        while self._ready and self._ready[0].number <= least:
+            self._current = self._ready.popleft()
+        differing = np.flatnonzero((numbers == self._current.number) & (digests != self._current.digest))
+        if self._current.number != least or len(differing):
+            raise RuntimeError(
+                f"ranks {differing.tolist()} made another layout {least} than this rank, which would send tokens "
+                "astray: report this, with the CPU types of the nodes"
+            )
+        return self._current.placements
+
+    def observe(self, loads: np.ndarray, plans: Sequence[Plan]) -> None:
+        """Feeds one training micro-batch; starts on the next layout if one is due.
+
+        Args:
+            loads: int64 ``[N, E]``, of all groups' ranks.
+            plans: What was made of them, group by group.
+        """
+        totals = np.stack([loads[group.start : group.stop].sum(0) for group in self._groups])
+        if self._history:
+            for name in FORECASTS:
+                now = miss(forecast(name, self._history), totals)
+                self._misses[name] += (now - self._misses[name]) // 8
+        self._history.append(totals)
         self._seen += 1
-        if self._seen % self._config.relayout_interval == 0:
-            self.placements()
-            self._next = self._pool.submit(self._work_out, np.sum(self._history, axis=0))
+        due = self._seen % self._config.relayout_interval == 0
+        if due and not _is_level(plans) and len(self._ready) + len(self._under_way) < AHEAD:
+            expected = forecast(self.forecaster, self._history)
+            self._under_way.append(self._pool.submit(self._work_out, self._seen, expected))
 
     def state_dict(self) -> dict[str, Any]:
         """Recent loads and the layout to use now, in JSON's types; the same on all ranks."""
         return {
             "seen": self._seen,
             "history": [loads.tolist() for loads in self._history],
-            "placements": [placement.slots.tolist() for placement in self.placements()],
+            "misses": self._misses,
+            "placements": [placement.slots.tolist() for placement in self._current.placements],
         }
 
     def load_state_dict(self, memory: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`; one of another number of ranks or slots is passed over."""
-        slots = [np.array(table, np.int64) for table in memory["placements"]]
-        if [table.shape for table in slots] != [placement.slots.shape for placement in self._current]:
-            return
-        self._current, self._next = [Placement(table) for table in slots], None
+        """Goes on from :meth:`state_dict`; a layout for another number of ranks or slots is made anew."""
+        self._ready.clear()
+        self._under_way.clear()
         self._history.clear()
-        self._history.extend(np.array(loads, np.int64) for loads in memory["history"])
         self._seen = memory["seen"]
+        self._misses = {name: int(memory["misses"][name]) for name in FORECASTS}
+        tables = [np.array(table, np.int64) for table in memory["placements"]]
+        totals = [np.array(loads, np.int64) for loads in memory["history"]]
+        if all(len(loads) == len(self._groups) for loads in totals):
+            self._history.extend(totals)
+        if [table.shape for table in tables] == [p.slots.shape for p in self._current.placements]:
+            self._current = _version(self._seen, [Placement(table) for table in tables])
+        elif self._history:
+            self._current = self._work_out(self._seen, forecast(self.forecaster, self._history))
 
-    def _work_out(self, loads: np.ndarray) -> list[Placement]:
-        slots = [self._config.slots_for(loads.shape[1], len(group)) for group in self._groups]
-        return [
-            fsep_placement(loads[group.start : group.stop], len(group), room, ranks_per_node=self._ranks_per_node)
-            for group, room in zip(self._groups, slots, strict=True)
+    def _work_out(self, number: int, expected: np.ndarray) -> Version:
+        placements = [
+            fsep_placement(expected[at], len(group), room, ranks_per_node=self._ranks_per_node)
+            for at, (group, room) in enumerate(zip(self._groups, self._slots, strict=True))
         ]
+        return _version(number, placements)
+
+
+def _version(number: int, placements: list[Placement]) -> Version:
+    sha = hashlib.sha256()
+    for placement in placements:
+        sha.update(np.ascontiguousarray(placement.slots).tobytes())
+    return Version(number, placements, int.from_bytes(sha.digest()[:7], "little"))
+
+
+def _is_level(plans: Sequence[Plan]) -> bool:
+    """Whether the layouts in use left nothing to win."""
+    return all(plan.spilled == 0 and imbalance(plan.rank_loads) <= LEVEL for plan in plans)

@@ -26,14 +26,15 @@ class LaerArguments:
 
     strategy: str = field(
         default="llep",
-        metadata={"help": "ep, llep, fsep or fsdp; none trains the unpatched model, to compare."},
+        metadata={"help": "ep, llep, fsep, fsep+llep or fsdp; none trains the unpatched model, to compare."},
     )
     capacity_factor: float | None = field(default=None, metadata={"help": "LLEP's alpha, at least 1."})
     min_tokens_per_gemm: int | None = field(default=None, metadata={"help": "LLEP's m, at least 1."})
     imbalance_threshold: float | None = field(default=None, metadata={"help": "LLEP's lambda, at least 1."})
     slots_per_rank: int | None = field(default=None, metadata={"help": "FSEP's room for unsharded experts."})
     relayout_interval: int | None = field(default=None, metadata={"help": "FSEP's micro-batches per layout."})
-    history: int | None = field(default=None, metadata={"help": "FSEP's micro-batches to plan from."})
+    history: int | None = field(default=None, metadata={"help": "FSEP's micro-batches to forecast from."})
+    forecast: str | None = field(default=None, metadata={"help": "FSEP's: auto, last, mean, ema or trend."})
     group_size: int | None = field(default=None, metadata={"help": "Ranks among which tokens stay."})
     ranks_per_node: int | None = field(default=None, metadata={"help": "The launcher's, if not given."})
     compute_dtype: str | None = field(default=None, metadata={"help": "Of the experts' products."})

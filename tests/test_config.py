@@ -12,7 +12,7 @@ from hf_laer import LaerConfig
 
 configs = st.builds(
     LaerConfig,
-    strategy=st.sampled_from(["ep", "llep", "fsep", "fsdp"]),
+    strategy=st.sampled_from(["ep", "llep", "fsep", "fsep+llep", "fsdp"]),
     capacity_factor=st.floats(1, 4),
     min_tokens_per_gemm=st.integers(1, 4096),
     imbalance_threshold=st.floats(1, 4),

@@ -21,7 +21,7 @@ def run(model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor | 
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("strategy", ["ep", "llep", "fsep", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ep", "llep", "fsep", "fsep+llep", "fsdp"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_device_equals_unpatched(family: str, strategy: str) -> None:
     plain, model = tiny_model(family), tiny_model(family)

@@ -7,6 +7,7 @@ import numpy as np
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .owners import chunk_owners
+from .spill import fsep_llep
 from .split import fsep
 
 
@@ -17,3 +18,5 @@ def compile_kernels() -> None:
     fsep(loads, laer_placement(loads, 2, 2))
     fsep(loads, fsep_placement(loads, 2, 2), ranks_per_node=1)
     fsep(loads, initial_placement(3, 2, 2))
+    fsep_llep(loads, initial_placement(3, 2, 2), min_tokens_per_gemm=1)
+    fsep_placement(loads.sum(0), 2, 2)

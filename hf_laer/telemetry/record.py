@@ -27,6 +27,7 @@ class LayerRecord:
         spilled: Tokens computed away from their expert's owner (``llep``), else 0.
         moved: Replicas that sit on a rank which did not hold the expert in the layer's previous placement.
         plan_seconds: Host time of the plan on this rank.
+        forecast: The forecast that the layer's next layout is made by, where it is re-laid out.
     """
 
     layer: str
@@ -37,6 +38,7 @@ class LayerRecord:
     spilled: int
     moved: int
     plan_seconds: float
+    forecast: str = ""
 
 
 class Recorder:

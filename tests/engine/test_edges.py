@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine import cases_edges
 
-STRATEGIES = ("ep", "llep", "fsep", "fsdp")
+STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [0, 0, 4]], ids=str)

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.integrations import cases, cases_trl
 
-STRATEGIES = ("ep", "llep", "fsep", "fsdp")
-MOVES = {"llep": "spilled", "fsep": "moved"}
+STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
+MOVES = {"llep": "spilled", "fsep": "moved", "fsep+llep": "spilled"}
 
 
 def check(ranks, case: Any, strategy: str, *, world_size: int = 2, **arguments: Any) -> None:

@@ -1,0 +1,52 @@
+"""The next micro-batch's loads from recent ones, in whole tokens: every rank forecasts the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+FORECASTS = ("last", "mean", "ema", "trend")
+
+
+def forecast(name: str, history: Sequence[np.ndarray]) -> np.ndarray:
+    """Loads to expect next.
+
+    Args:
+        name: ``last`` repeats the latest loads, ``mean`` takes the mean of all given, ``ema`` their exponential
+            mean, each counting twice the one before it, ``trend`` goes on along the least-squares line.
+        history: int64 ``[N, E]`` each, oldest first; at least one.
+
+    Returns:
+        int64 ``[N, E]``, at least 0.
+
+    Raises:
+        ValueError: There is no such forecast, or no history.
+    """
+    if name not in FORECASTS or not history:
+        raise ValueError(f"forecast {name!r} of {len(history)} loads: one of {', '.join(FORECASTS)}, of at least one")
+    weights = _weights(name, len(history))
+    total = sum(int(weight) * loads for weight, loads in zip(weights, history, strict=True))
+    return np.maximum(np.asarray(total, np.int64) // int(weights.sum()), 0)
+
+
+def _weights(name: str, length: int) -> np.ndarray:
+    """int64 ``[length]``, in proportion; their sum is above 0."""
+    at = np.arange(length)
+    if name == "mean":
+        return np.ones(length, np.int64)
+    if name == "ema":
+        return 1 << at
+    if name == "trend" and length > 1:
+        # The least-squares line through points 0 to n - 1, at n.
+        return 3 * at - (length - 1)
+    return (at == length - 1).astype(np.int64)
+
+
+def miss(expected: np.ndarray, loads: np.ndarray) -> int:
+    """How far a forecast was off: millionths of the tokens that another expert got than expected.
+
+    Totals over source ranks are compared, in shares, as a placement follows shares.
+    """
+    share = [per_expert.sum(0) * 1_000_000 // max(int(per_expert.sum()), 1) for per_expert in (expected, loads)]
+    return int(np.abs(share[0] - share[1]).sum()) // 2

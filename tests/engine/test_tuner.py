@@ -1,0 +1,145 @@
+"""The tuner: versions that all ranks agree on, the best forecast, nothing done where nothing is to be won."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from hf_laer.config import LaerConfig
+from hf_laer.plan import fsep
+from hf_laer.tuner import LayerTuner
+from tests.engine import cases_tuner
+
+RANKS, EXPERTS = 2, 5
+
+
+class Held:
+    """An executor that works only when told to."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future, object]] = []
+
+    def submit(self, function, *args) -> Future:
+        future: Future = Future()
+        self.waiting.append((future, lambda: function(*args)))
+        return future
+
+    def work(self) -> None:
+        for future, job in self.waiting:
+            future.set_result(job())
+        self.waiting = []
+
+
+def tuner(pool, **settings) -> LayerTuner:
+    config = LaerConfig(**{"strategy": "fsep", "slots_per_rank": 3, "history": 4, **settings})
+    return LayerTuner(config, EXPERTS, [range(RANKS)], 8, pool)
+
+
+def loads_of(step: int) -> np.ndarray:
+    return np.random.default_rng(step).integers(0, 1000, (RANKS, EXPERTS)) ** 2
+
+
+def step(ranks: list[LayerTuner], loads: np.ndarray) -> list[list[np.ndarray]]:
+    """One micro-batch on every rank, as the engine does it; the layouts used."""
+    told = np.array([rank.newest() for rank in ranks], np.int64)
+    layouts = [rank.agree(told[:, 0], told[:, 1]) for rank in ranks]
+    for rank, layout in zip(ranks, layouts, strict=True):
+        rank.observe(loads, [fsep(loads, layout[0])])
+    return [[placement.slots for placement in layout] for layout in layouts]
+
+
+def test_all_use_the_layout_that_the_slowest_has() -> None:
+    fast, slow = Held(), Held()
+    ranks = [tuner(fast), tuner(slow)]
+    first = step(ranks, loads_of(0))[0][0]
+    fast.work()
+    for at in range(1, 5):
+        for layout in step(ranks, loads_of(at)):
+            assert (layout[0] == first).all(), "a rank went ahead of the other"
+        fast.work()
+    slow.work()
+    one, other = (layout[0] for layout in step(ranks, loads_of(5)))
+    assert (one == other).all()
+    assert (one != first).any(), "the layouts that were made late are never used"
+
+
+def test_versions_under_way_are_bounded() -> None:
+    pool = Held()
+    ranks = [tuner(pool)]
+    for at in range(20):
+        step(ranks, loads_of(at))
+    assert len(pool.waiting) <= 2
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    ranks = [tuner(Held()), tuner(Held())]
+    with pytest.raises(RuntimeError, match=r"ranks \[1\]"):
+        ranks[0].agree(np.array([0, 0]), np.array([ranks[0].newest()[1], 7]))
+
+
+def test_deterministic_runs_wait_for_the_newest() -> None:
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(gate.wait)
+        ranks = [tuner(pool)]
+        step(ranks, loads_of(0))
+        assert ranks[0].newest()[0] == 0
+        gate.set()
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert ranks[0].newest()[0] == 1
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_level_loads_start_no_work() -> None:
+    pool = Held()
+    for _ in range(3):
+        step([tuner(pool, slots_per_rank=5)], loads_of(0))
+    assert not pool.waiting
+
+
+@pytest.mark.parametrize(
+    ("series", "best"),
+    [
+        ([1000, 5000] * 8, ("mean", "ema")),
+        (list(range(100, 1700, 100)), ("trend",)),
+    ],
+    ids=["to and fro", "a line"],
+)
+def test_the_forecast_that_missed_least(series: list[int], best: tuple[str, ...]) -> None:
+    made = tuner(Held(), forecast="auto")
+    for value in series:
+        loads = np.full((RANKS, EXPERTS), 1000)
+        loads[:, 0] = value
+        step([made], loads)
+    assert made.forecaster in best
+
+
+def test_memory_goes_on_with_other_ranks() -> None:
+    pool = Held()
+    before = tuner(pool)
+    for at in range(3):
+        step([before], loads_of(at))
+        pool.work()
+    same, other = tuner(pool), LayerTuner(LaerConfig(strategy="fsep", slots_per_rank=2), EXPERTS, [range(3)], 8, pool)
+    for resumed in (same, other):
+        resumed.load_state_dict(before.state_dict())
+        assert resumed.forecaster == before.forecaster
+    told = same.newest()
+    assert (same.agree(*np.array([told]).T)[0].slots == before._current.placements[0].slots).all()
+    blank = LayerTuner(LaerConfig(strategy="fsep", slots_per_rank=2), EXPERTS, [range(3)], 8, pool)
+    told = other.newest()
+    hot = int(np.sum([loads_of(at) for at in range(3)], (0, 1)).argmax())
+    copies = [int((t.agree(*np.array([t.newest()]).T)[0].slots == hot).sum()) for t in (other, blank)]
+    assert copies[0] > copies[1], "the loads seen before are forgotten"
+
+
+def test_late_ranks_keep_the_others_collectives(ranks) -> None:
+    results = ranks(3).run(cases_tuner.late, strategy="fsep+llep")
+    assert all(result == results[0] for result in results)
+    assert results[0]["moved"] > 0
