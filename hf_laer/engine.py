@@ -282,7 +282,7 @@ class Engine:
     def _plans(self, loads: np.ndarray, layout: list[Placement] | None) -> list[Plan]:
         """One plan for each token group whose loads are here."""
         groups = self._groups if len(loads) == self.comms.weights.size else [range(len(loads))]
-        placements = layout or [None] * len(groups)
+        placements: list[Placement | None] = list(layout) if layout else [None] * len(groups)
         return [
             make_plan(self.config, loads[group.start : group.stop], placement, self.ranks_per_node)
             for group, placement in zip(groups, placements, strict=True)

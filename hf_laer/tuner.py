@@ -80,11 +80,13 @@ class LayerTuner:
 
         Where torch is told to be deterministic, the ones under way are waited for, so that a run can be repeated.
         """
-        wait = torch.are_deterministic_algorithms_enabled()
+        newest = self._newest(wait=torch.are_deterministic_algorithms_enabled())
+        return newest.number, newest.digest
+
+    def _newest(self, wait: bool) -> Version:
         while self._under_way and (wait or self._under_way[0].done()):
             self._ready.append(self._under_way.popleft().result())
-        newest = self._ready[-1] if self._ready else self._current
-        return newest.number, newest.digest
+        return self._ready[-1] if self._ready else self._current
 
     def agree(self, numbers: np.ndarray, digests: np.ndarray) -> list[Placement]:
         """The layout that all ranks use now, from what each said of its newest.
@@ -127,12 +129,13 @@ class LayerTuner:
             self._under_way.append(self._pool.submit(self._work_out, self._seen, expected))
 
     def state_dict(self) -> dict[str, Any]:
-        """Recent loads and the layout to use now, in JSON's types; the same on all ranks."""
+        """Recent loads and the newest layout, waited for, in JSON's types; the same on all ranks."""
+        newest = self._newest(wait=True)
         return {
             "seen": self._seen,
             "history": [loads.tolist() for loads in self._history],
             "misses": self._misses,
-            "placements": [placement.slots.tolist() for placement in self._current.placements],
+            "placements": [placement.slots.tolist() for placement in newest.placements],
         }
 
     def load_state_dict(self, memory: dict[str, Any]) -> None:

@@ -81,14 +81,14 @@ def saved_and_loaded(folder: str, strategy: str, kind: str) -> Counts:
     Placements too go on as they were: every record of the second half is the same.
     """
     plugin = {"state_dict_type": kind, "laer": rig.eager(strategy=strategy, history=3)}
-    with rig.fresh_accelerate():
+    with rig.fresh_accelerate(), rig.layouts_awaited():
         whole = rig.Loop("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, **plugin))
         whole.train(5)
         whole.accelerator.save_state(folder)
         _records(whole)
         theirs = whole.train(5)
         expected = _records(whole)
-    with rig.fresh_accelerate():
+    with rig.fresh_accelerate(), rig.layouts_awaited():
         second = rig.Loop("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, **plugin))
         second.accelerator.load_state(folder)
         second.micro = 10

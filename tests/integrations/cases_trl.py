@@ -97,7 +97,7 @@ def resumed(folder: str, strategy: str, kind: str) -> cases.Counts:
     runs, records = [], []
     for resume in (None, f"{folder}/checkpoint-3"):
         callback = LaerCallback(rig.eager(strategy=strategy, history=3))
-        with rig.fresh_accelerate():
+        with rig.fresh_accelerate(), rig.layouts_awaited():
             runs.append(rig_trl.run_sft(folder, "qwen3_moe", [callback], resume, **settings))
         records.append(list(callback.records))
     rig.assert_same(runs[1], runs[0])
