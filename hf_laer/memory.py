@@ -1,8 +1,8 @@
 """What a checkpoint remembers of the engine, checked before any of it is taken over.
 
 A memory is JSON: per layer ``{"step": int, "held": [N, E] of 0 and 1, "tuner": null or {"seen": int, "history":
-[[N, E], ...], "placements": [[N, S], ...]}}``. One of another number of ranks or slots is whole, and passed over
-where it is used.
+[[G, E], ...], "misses": {forecast: int}, "placements": [[N, S], ...]}}``, for G token groups. One of another number of
+ranks or slots is whole, and passed over where it is used.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_laer.plan.forecast import FORECASTS
 from hf_laer.plan.types import Placement
 from hf_laer.plan.validate import check_loads, check_placement
 
@@ -47,14 +48,16 @@ def _check_layer(remembered: Any, experts: int) -> None:
         raise ValueError(f"held must be 0 or 1, got {table.max()}")
     if tuner is None:
         return
-    seen, history, placements = _fields(tuner, "seen", "history", "placements")
+    seen, history, misses, placements = _fields(tuner, "seen", "history", "misses", "placements")
     _count("seen", seen)
+    for name, value in zip(FORECASTS, _fields(misses, *FORECASTS), strict=True):
+        _count(f"misses of {name}", value)
     for name, tables in (("history", history), ("placements", placements)):
         if not isinstance(tables, list):
             raise ValueError(f"{name} must be a list, got {type(tables).__name__}")
     for loads in history:
-        if len(_table("history", loads, experts)) != len(table):
-            raise ValueError(f"history is of {len(loads)} ranks, held of {len(table)}")
+        if len(_table("history", loads, experts)) != len(placements):
+            raise ValueError(f"history is of {len(loads)} token groups, placements of {len(placements)}")
     ranks = 0
     for slots in placements:
         made = np.array(slots)

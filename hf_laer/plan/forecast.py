@@ -36,7 +36,9 @@ def _weights(name: str, length: int) -> np.ndarray:
     if name == "mean":
         return np.ones(length, np.int64)
     if name == "ema":
-        return 1 << at
+        # Beyond sixteen the oldest would weigh less than a token in thousands, and the newest leave int64.
+        power = at - max(length - 16, 0)
+        return np.where(power < 0, 0, 1 << np.maximum(power, 0))
     if name == "trend" and length > 1:
         # The least-squares line through points 0 to n - 1, at n.
         return 3 * at - (length - 1)

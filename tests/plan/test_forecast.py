@@ -43,6 +43,11 @@ def test_whole_numbers_that_stand_still_where_loads_do(history: list[np.ndarray]
     assert (forecast(name, [history[0]] * len(history)) == history[0]).all()
 
 
+def test_long_histories_stay_in_range() -> None:
+    history = [np.full((1, 2), 10**12)] * 200
+    assert all((forecast(name, history) == 10**12).all() for name in FORECASTS)
+
+
 def test_unknown_forecast_and_no_history() -> None:
     with pytest.raises(ValueError, match="last, mean, ema, trend"):
         forecast("oracle", [np.zeros((1, 2), np.int64)])

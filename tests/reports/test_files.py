@@ -43,7 +43,12 @@ def a_trace(tmp_path: Path) -> bytes:
 
 def a_memory() -> dict[str, Any]:
     """Of one rank, as the engine of a model on one device takes it up."""
-    tuner = {"seen": 3, "history": [[[1, 2, 3, 4, 5, 6, 7]]], "placements": [[[0, 1, 2, 3, 4, 5, 6]]]}
+    tuner = {
+        "seen": 3,
+        "history": [[[1, 2, 3, 4, 5, 6, 7]]],
+        "misses": {"last": 4, "mean": 3, "ema": 2, "trend": 1},
+        "placements": [[[0, 1, 2, 3, 4, 5, 6]]],
+    }
     return {"model.layers.0.mlp.experts": {"step": 3, "held": [[1, 1, 1, 1, 1, 1, 1]], "tuner": tuner}}
 
 
