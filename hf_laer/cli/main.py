@@ -12,12 +12,14 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-COMMANDS = ("simulate", "bench")
+COMMANDS = ("simulate", "bench", "merge")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 if it went well, 2 for input that cannot be used."""
-    parser = argparse.ArgumentParser(prog="hf-laer", description="Plan and simulate expert parallelism.")
+    parser = argparse.ArgumentParser(
+        prog="hf-laer", description="Plan and simulate expert parallelism; merge checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"hf_laer.cli.{name}")
