@@ -46,6 +46,8 @@ class LaerConfig:
             policy, or the parameters.
         reduce_dtype: Dtype in which weight gradients travel; ``None`` follows FSDP's policy, or the parameters.
             Accumulation is always float32.
+        prefetch: Experts whose need is known ahead travel while the layer before computes, which holds one more layer's
+            unsharded experts in memory.
         recompute: Under activation checkpointing, ``layer`` repeats dispatch, experts and combine; ``experts``
             keeps the dispatched rows and the output, so that the replay issues no collective.
 
@@ -65,12 +67,14 @@ class LaerConfig:
     ranks_per_node: int | None = None
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
+    prefetch: bool = True
     recompute: str = "layer"
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("forecast", self.forecast, FORECASTS)
+        _flag("prefetch", self.prefetch)
         _at_least("capacity_factor", self.capacity_factor, 1.0)
         _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)
         for name in ("min_tokens_per_gemm", "relayout_interval", "history"):
@@ -156,6 +160,11 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _at_least(name: str, value: object, least: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST:
         raise ValueError(f"{name}={_shown(value)} must be a finite number of at least {least}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be true or false")
 
 
 def _whole(name: str, value: object) -> None:

@@ -20,9 +20,11 @@ from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
+from hf_laer.passes import Passes
 from hf_laer.plan import compile_kernels
 from hf_laer.plan.owners import chunk_owners
 from hf_laer.plan.types import EMPTY, Placement, Plan
+from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.returns import GradientReturns
@@ -53,6 +55,8 @@ class Engine:
         self.recorder = Recorder()
         self.watcher: LoadsWatcher | None = None
         self.pool = SlotPool()
+        self.unsharder = Unsharder(self.pool)
+        self.passes = Passes()
         self.watch = Watch()
         self.returns = GradientReturns(self.watch)
         self.comms = Communicators()
@@ -63,6 +67,7 @@ class Engine:
         self._tuners: dict[str, LayerTuner] = {}
         self._held: dict[str, np.ndarray] = {}
         self._steps: dict[str, int] = {}
+        self._before: tuple[str, SlotTable] | None = None
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_laer_tuner")
 
     def add_layer(self, name: str, module: nn.Module, spec: ExpertsSpec) -> MoELayer:
@@ -151,7 +156,7 @@ class Engine:
                     "all ranks one LaerConfig, with ranks_per_node set where nodes have different numbers of ranks"
                 )
         groups = token_groups(self.config, mesh.size(mesh.ndim - 1))
-        for layer in self.layers.values():
+        for layer in self.layers.values() if relays(self.config) else ():
             self.config.slots_for(layer.spec.num_experts, len(groups[0]))
         return groups
 
@@ -223,6 +228,7 @@ class Engine:
             training: Whether the tuner and the recorder learn from it.
         """
         self._check_sharded(layer)
+        self.passes.enter(layer.name)
         micro_batch = layer.forwards
         layer.forwards += 1
         self.watch.where = Where(layer.name, "forward" if training else "evaluation", micro_batch)
@@ -247,7 +253,36 @@ class Engine:
             _slot_counts(mine, tokens.rank),
             tokens,
         )
-        return Run(routes, self._table(plans), top_k_index, micro_batch)
+        before = None if self.passes.is_first() else self._before
+        run = Run(routes, self._table(plans), top_k_index, micro_batch, before)
+        self._before = layer.name, run.table
+        return run
+
+    def era(self) -> Era:
+        """Which pass, or which backward, is running; the number of a backward may differ between ranks."""
+        task = torch._C._current_graph_task_id()
+        return ("forward", self.passes.number) if task == -1 else ("backward", task)
+
+    def expect_after(self, layer: MoELayer, dtype: torch.dtype, device: torch.device, era: Era) -> None:
+        """In a forward: sends for the experts that the next layer is known to use, whatever its tokens."""
+        name = self.passes.after_in_pass(layer.name)
+        if era[0] == "forward" and name in self.layers:
+            table = self._foreseen(self.layers[name])
+            self.expect(None if table is None else (name, table), dtype, device, era)
+
+    def expect(self, what: tuple[str, SlotTable] | None, dtype: torch.dtype, device: torch.device, era: Era) -> None:
+        """Sends for a layer's experts ahead of time."""
+        if what is not None and self.config.prefetch:
+            name, table = what
+            self.unsharder.expect(self.layers[name].want(table, dtype, device, era), self.comms.weights)
+
+    def _foreseen(self, layer: MoELayer) -> SlotTable | None:
+        """The experts that a layer's next plan will hold at least, in each rank's first slots."""
+        if self.config.strategy == "fsdp":
+            return (tuple(range(layer.spec.num_experts)),) * self.comms.weights.size
+        if not relays(self.config):
+            return None
+        return _table_of(self._tuner(layer).layout)
 
     def _check_sharded(self, layer: MoELayer) -> None:
         if not self.is_sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -270,14 +305,18 @@ class Engine:
         return self.comms.replicas.all_gather(self.comms.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
 
     def _gather(self, layer: MoELayer, counts: torch.Tensor) -> tuple[np.ndarray, list[Placement] | None]:
-        """Every rank's loads int64 ``[N, E]``, and the layout that all ranks have ready. Waits for the device."""
+        """Every rank's loads int64 ``[N, E]``, and the layer's layout. Waits for the device.
+
+        Ranks agree on the layout of the layer that comes next, whose experts can set out then.
+        """
         if not relays(self.config):
             everyone = self.comms.weights if needs_loads(self.config) else self.comms.tokens
             return everyone.to_host(everyone.all_gather(counts)).numpy(), None
-        tuner, everyone = self._tuner(layer), self.comms.weights
-        newest = torch.tensor(tuner.newest()).to(counts.device, non_blocking=True)
+        following, everyone = self._tuner(self.layers[self.passes.after(layer.name)]), self.comms.weights
+        newest = torch.tensor(following.newest()).to(counts.device, non_blocking=True)
         told = everyone.to_host(everyone.all_gather(torch.cat([counts, newest]))).numpy()
-        return np.ascontiguousarray(told[:, :-2]), tuner.agree(told[:, -2], told[:, -1])
+        following.agree(told[:, -2], told[:, -1])
+        return np.ascontiguousarray(told[:, :-2]), self._tuner(layer).layout
 
     def _plans(self, loads: np.ndarray, layout: list[Placement] | None) -> list[Plan]:
         """One plan for each token group whose loads are here."""
@@ -297,9 +336,7 @@ class Engine:
 
     def _table(self, plans: list[Plan]) -> SlotTable:
         """Per rank that shards the experts, the experts in its slots."""
-        table = tuple(
-            tuple(plan.placement.held_by(rank).tolist()) for plan in plans for rank in range(plan.placement.num_ranks)
-        )
+        table = _table_of([plan.placement for plan in plans])
         # Under fsdp only this rank's plan is at hand, and all are alike.
         return table if len(table) == self.comms.weights.size else table * self.comms.weights.size
 
@@ -336,6 +373,11 @@ def _holds(placement: Placement, num_experts: int) -> np.ndarray:
     rank, slot = np.nonzero(placement.slots != EMPTY)
     holds[rank, placement.slots[rank, slot]] = True
     return holds
+
+
+def _table_of(placements: list[Placement]) -> SlotTable:
+    """The experts in each rank's slots, group after group."""
+    return tuple(tuple(one.held_by(rank).tolist()) for one in placements for rank in range(one.num_ranks))
 
 
 def _slot_counts(plan: Plan, rank: int) -> list[int]:

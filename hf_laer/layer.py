@@ -1,6 +1,6 @@
 """One MoE layer, forward and backward.
 
-forward   router's choices → loads → plan → unshard → dispatch → experts → combine
+forward   router's choices → loads → plan → unshard → dispatch → experts → combine; the next layer's experts set out
 backward  the same plan: unshard → dispatch of gradients → experts' backward → combine; weight gradients go home
 """
 
@@ -23,7 +23,8 @@ from hf_laer.compute.experts import Weights, bias_of, experts_backward, first_pr
 from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
-from hf_laer.shard.exchange import SlotTable, start_reshard, unshard
+from hf_laer.shard.ahead import Coming, Era, Want
+from hf_laer.shard.exchange import SlotTable, start_reshard
 from hf_laer.shard.home import Home
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Run:
         table: Per rank that shards the experts, the experts in its slots.
         top_k_index: int64 ``[T, K]``, the routing that the plan was made for.
         micro_batch: How many forwards the layer had before.
+        before: The layer that ran before it in the same pass, and its slot table: what backward needs next.
         rows: The dispatched rows, kept for a recompute of the experts alone.
         out: The layer's output, kept likewise.
     """
@@ -47,6 +49,7 @@ class Run:
     table: SlotTable
     top_k_index: torch.Tensor
     micro_batch: int
+    before: tuple[str, SlotTable] | None = None
     rows: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
@@ -164,9 +167,14 @@ class MoELayer:
         """The homes whose parameters get gradients."""
         return {name: home for name, home in self.homes.items() if home.parameter.requires_grad}
 
-    def slots(self, run: Run, dtype: torch.dtype, device: torch.device) -> Weights:
-        """Unshards the run's experts into this rank's slots; valid until the pool's next use."""
-        return unshard(self.homes, run.table, self.engine.comms.weights, self.engine.pool, dtype, device)
+    def want(self, table: SlotTable, dtype: torch.dtype, device: torch.device, era: Era) -> Want:
+        """This layer's experts in the slots of ``table``."""
+        return Want(self.name, self.homes, table, dtype, device, tuple(self.versions()), era)
+
+    def _begin(self, run: Run, dtype: torch.dtype, device: torch.device, era: Era) -> Coming:
+        """Sends for the run's experts, unless they are on their way or here."""
+        want = self.want(run.table, dtype, device, era)
+        return self.engine.unsharder.begin(want, self.engine.comms.weights)
 
     def held(self, run: Run) -> tuple[int, ...]:
         """The experts in this rank's slots."""
@@ -177,9 +185,13 @@ class MoELayer:
     ) -> tuple[torch.Tensor, ...]:
         """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``."""
         routes, tokens = run.routes, self.engine.comms.tokens
-        weights = self.slots(run, dtype, hidden.device)
+        era = self.engine.era()
+        coming = self._begin(run, dtype, hidden.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         rows = dispatch(hidden.to(dtype), routes, tokens)
+        # After the dispatch, so that the next layer's experts travel under this one's products.
+        self.engine.expect_after(self, dtype, hidden.device, era)
+        weights = self.engine.unsharder.finish(coming)
         up = first_product(self.spec, weights, rows[routes.source_row], routes.groups, terms)
         experts_out = second_product(self.spec, weights, up, routes.groups, terms)
         bias = bias_of(weights, self.spec.down_bias)
@@ -199,9 +211,13 @@ class MoELayer:
         """Gradients of ``hidden`` ``[T, H]``, routing weights ``[T * K]`` and factors; those of the weights go home."""
         routes, tokens, dtype = run.routes, self.engine.comms.tokens, rows.dtype
         self.engine.watch.where = Where(self.name, "backward", run.micro_batch)
-        weights = self.slots(run, dtype, rows.device)
+        era = self.engine.era()
+        self.engine.passes.end()
+        coming = self._begin(run, dtype, rows.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         grad_rows = dispatch(grad.to(dtype), routes, tokens)
+        self.engine.expect(run.before, dtype, rows.device, era)
+        weights = self.engine.unsharder.finish(coming)
         inputs = rows[routes.source_row]
         if up is None:
             up = first_product(self.spec, weights, inputs, routes.groups, terms)

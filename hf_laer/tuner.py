@@ -75,6 +75,11 @@ class LayerTuner:
             return self._config.forecast
         return min(FORECASTS, key=lambda name: self._misses[name])
 
+    @property
+    def layout(self) -> list[Placement]:
+        """The layout in use, one placement for each token group."""
+        return self._current.placements
+
     def newest(self) -> tuple[int, int]:
         """Number and digest of the newest version that is ready here.
 
@@ -88,8 +93,8 @@ class LayerTuner:
             self._ready.append(self._under_way.popleft().result())
         return self._ready[-1] if self._ready else self._current
 
-    def agree(self, numbers: np.ndarray, digests: np.ndarray) -> list[Placement]:
-        """The layout that all ranks use now, from what each said of its newest.
+    def agree(self, numbers: np.ndarray, digests: np.ndarray) -> None:
+        """Takes up the newest layout that all ranks have, from what each said of its own newest.
 
         Args:
             numbers: int64 ``[N]``, of every rank's :meth:`newest`.
@@ -107,7 +112,6 @@ class LayerTuner:
                 f"ranks {differing.tolist()} made another layout {least} than this rank, which would send tokens "
                 "astray: report this, with the CPU types of the nodes"
             )
-        return self._current.placements
 
     def observe(self, loads: np.ndarray, plans: Sequence[Plan]) -> None:
         """Feeds one training micro-batch; starts on the next layout if one is due.

@@ -17,7 +17,6 @@ import torch
 
 from hf_laer.comm.base import Communicator, Pending
 from hf_laer.shard.home import Home, Layout, Part
-from hf_laer.shard.slots import SlotPool
 
 SlotTable = tuple[tuple[int, ...], ...]
 
@@ -122,53 +121,59 @@ def _beyond_own(layout: Layout, table: SlotTable) -> SlotTable | None:
     return tuple(held[len(mine) :] for held, mine in zip(table, own, strict=True))
 
 
-def unshard(
-    homes: dict[str, Home],
-    table: SlotTable,
-    comm: Communicator,
-    pool: SlotPool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Fills this rank's slots.
+@dataclass
+class Unshard:
+    """Experts on their way to this rank's slots.
 
     Args:
         homes: The layer's parameters by name.
-        table: Per rank of ``comm``, the experts in its slots.
+        blocks: Name to this rank's block, in the dtype and on the device of the slots.
+        table: Per rank of ``comm``, the experts that are fetched into its slots.
         comm: The ranks over which the homes are sharded.
-        pool: Where the slots are; they hold until the pool's next use.
+        pending: What arrives from other ranks, if anything travels.
+    """
+
+    homes: dict[str, Home]
+    blocks: dict[str, torch.Tensor]
+    table: SlotTable
+    comm: Communicator
+    pending: Pending | None
+
+    def fill(self, slots: dict[str, torch.Tensor]) -> None:
+        """Waits, and writes the experts into ``slots``: name to ``[S, D, …]``, S the experts of this rank's row."""
+        me = self.comm.rank
+        for name, home in self.homes.items():
+            own = piece(home.layout, me, self.table[me])
+            _copy(own.of_slots(slots[name]), own.of_home(self.blocks[name]))
+        if self.pending is not None:
+            coming = [
+                [(name, piece(h.layout, p, self.table[me])) for name, h in self.homes.items()]
+                for p in range(self.comm.size)
+            ]
+            for name, p, part in _unpack(coming, me, self.pending.wait()):
+                _copy(p.of_slots(slots[name]), part)
+
+
+def start_unshard(
+    homes: dict[str, Home], table: SlotTable, comm: Communicator, dtype: torch.dtype, device: torch.device
+) -> Unshard:
+    """Sends experts from their homes to the slots of ``table``.
+
+    Args:
+        homes: The layer's parameters by name.
+        table: Per rank of ``comm``, the experts to fetch.
+        comm: The ranks over which the homes are sharded.
         dtype: Dtype in which weights travel and are used.
         device: Where the slots are.
-
-    Returns:
-        Name to stacks ``[S', D, …]``, together S slots.
     """
+    me, pending = comm.rank, None
     blocks = {name: home.local.to(device, dtype, non_blocking=True) for name, home in homes.items()}
-    beyond = beyond_own(homes, table)
-    fetched = _fetch(homes, blocks, table if beyond is None else beyond, comm, pool)
-    if beyond is None:
-        return {name: (slots,) for name, slots in fetched.items()}
-    return {name: (blocks[name], fetched[name]) for name in homes}
-
-
-def _fetch(
-    homes: dict[str, Home], blocks: dict[str, torch.Tensor], table: SlotTable, comm: Communicator, pool: SlotPool
-) -> dict[str, torch.Tensor]:
-    """Name to ``[S, D, …]``: the experts of this rank's row of ``table``, from this home and the others."""
-    me, slots = comm.rank, {}
-    for name, home in homes.items():
-        shape = (len(table[me]), *home.layout.shape[1:])
-        slots[name] = pool.take(name, shape, blocks[name].dtype, blocks[name].device)
-        own = piece(home.layout, me, table[me])
-        _copy(own.of_slots(slots[name]), own.of_home(blocks[name]))
     if not is_local(homes, table):
         leaving = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
         coming = [[(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in range(comm.size)]
         message = _pack(leaving, me, blocks, Piece.of_home)
-        arrived = comm.all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-        for name, p, part in _unpack(coming, me, arrived):
-            _copy(p.of_slots(slots[name]), part)
-    return slots
+        pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
+    return Unshard(homes, blocks, table, comm, pending)
 
 
 @dataclass
@@ -236,7 +241,7 @@ def start_reshard(
 
     Args:
         homes: The trained parameters by name.
-        stacks: Name to gradients, stacked as :func:`unshard` stacked the weights.
+        stacks: Name to gradients, stacked as the weights were: own experts apart where :func:`beyond_own` says so.
         table: Per rank of ``comm``, the experts in its slots.
         comm: The ranks over which the homes are sharded.
         replicas: Ranks that hold the same blocks (HSDP).

@@ -1,0 +1,156 @@
+"""Unsharding ahead of need: what the next layer will want travels while this one computes.
+
+One thing at a time is on its way, and one is kept in the slots. Both are told apart by layer, slot table, the
+parameters' versions and the pass, all of which are alike on all ranks: so every rank starts, uses and drops the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hf_laer.comm.base import Communicator
+from hf_laer.shard.exchange import SlotTable, Unshard, beyond_own, is_local, start_unshard
+from hf_laer.shard.home import Home
+from hf_laer.shard.slots import SlotPool
+
+Stacks = dict[str, tuple[torch.Tensor, ...]]
+# The forward pass or the backward that wants something, by kind and number.
+Era = tuple[str, int]
+
+
+class Want(NamedTuple):
+    """What is wanted, and when it holds.
+
+    Args:
+        layer: The layer's name.
+        homes: Its parameters by name.
+        table: Per rank that shards them, the experts in its slots.
+        dtype: Dtype of the slots.
+        device: Their device.
+        versions: Of the parameters, as autograd counts changes in place.
+        era: Who wants it; nothing is used in another era.
+    """
+
+    layer: str
+    homes: dict[str, Home]
+    table: SlotTable
+    dtype: torch.dtype
+    device: torch.device
+    versions: tuple[int, ...]
+    era: Era
+
+    @property
+    def fetched(self) -> SlotTable:
+        """What must be fetched: all, or what is not used where it lives."""
+        beyond = beyond_own(self.homes, self.table)
+        return self.table if beyond is None else beyond
+
+    def serves(self, other: Want) -> bool:
+        """Whether slots filled for this are the first ones of ``other``."""
+        same = (self.layer, self.dtype, self.device, self.versions, self.era) == (
+            other.layer,
+            other.dtype,
+            other.device,
+            other.versions,
+            other.era,
+        )
+        return same and all(row[: len(mine)] == mine for mine, row in zip(self.fetched, other.fetched, strict=True))
+
+
+@dataclass
+class Coming:
+    """A layer's weights, begun; :meth:`Unsharder.finish` gives them."""
+
+    want: Want
+    parts: list[Unshard]
+
+
+class Unsharder:
+    """Brings experts to this rank's slots, ahead of time where the next need is known.
+
+    Args:
+        pool: Where the slots are; they hold until the next :meth:`finish`.
+    """
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        self._ahead: Coming | None = None
+        self._kept: tuple[Want, dict[str, torch.Tensor]] | None = None
+
+    def expect(self, want: Want, comm: Communicator) -> None:
+        """Starts on what is likely to be wanted next, if it must travel. Collective over ``comm``."""
+        self.drop()
+        if is_local(want.homes, want.fetched):
+            return
+        self._ahead = Coming(want, [start_unshard(want.homes, want.fetched, comm, want.dtype, want.device)])
+
+    def begin(self, want: Want, comm: Communicator) -> Coming:
+        """Starts what has not been started ahead and is not in the slots still. Collective over ``comm``."""
+        if self._is_kept(want):
+            return Coming(want, [])
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.want.serves(want):
+            rest = tuple(row[len(mine) :] for mine, row in zip(ahead.want.fetched, want.fetched, strict=True))
+            if any(rest):
+                ahead.parts.append(start_unshard(want.homes, rest, comm, want.dtype, want.device))
+            return Coming(want, ahead.parts)
+        _wait(ahead)
+        return Coming(want, [start_unshard(want.homes, want.fetched, comm, want.dtype, want.device)])
+
+    def finish(self, coming: Coming) -> Stacks:
+        """Name to stacks ``[S', D, …]``, together the slots of this rank; own experts apart where they live."""
+        want = coming.want
+        if not coming.parts:
+            assert self._kept is not None
+            slots = self._kept[1]
+        else:
+            slots = self._filled(coming)
+            self._kept = want, slots
+        if beyond_own(want.homes, want.table) is None:
+            return {name: (stack,) for name, stack in slots.items()}
+        own = coming.parts[0].blocks if coming.parts else _blocks(want)
+        return {name: (own[name], slots[name]) for name in want.homes}
+
+    def drop(self) -> None:
+        """Forgets what was started ahead, once it has arrived."""
+        ahead, self._ahead = self._ahead, None
+        _wait(ahead)
+
+    def _is_kept(self, want: Want) -> bool:
+        """Whether the slots still hold it, which is asked only within one backward: a recompute's come first.
+
+        Elsewhere a parameter may have been changed through ``.data``, which nothing counts.
+        """
+        if self._kept is None or want.era[0] != "backward":
+            return False
+        kept = self._kept[0]
+        return kept.serves(want) and want.serves(kept)
+
+    def _filled(self, coming: Coming) -> dict[str, torch.Tensor]:
+        want, me = coming.want, coming.parts[0].comm.rank
+        # Nothing may keep the pool's buffers from being replaced by larger ones.
+        self._kept = None
+        slots = {
+            name: self._pool.take(name, (len(want.fetched[me]), *home.layout.shape[1:]), want.dtype, want.device)
+            for name, home in want.homes.items()
+        }
+        at = 0
+        for part in coming.parts:
+            size = len(part.table[me])
+            part.fill({name: stack[at : at + size] for name, stack in slots.items()})
+            at += size
+        return slots
+
+
+def _wait(ahead: Coming | None) -> None:
+    """Until it has arrived: the buffers of an exchange must outlive it."""
+    for part in ahead.parts if ahead is not None else ():
+        if part.pending is not None:
+            part.pending.wait()
+
+
+def _blocks(want: Want) -> dict[str, torch.Tensor]:
+    return {name: home.local.to(want.device, want.dtype) for name, home in want.homes.items()}

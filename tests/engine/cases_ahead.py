@@ -1,0 +1,123 @@
+"""What rank processes run for the tests of unsharding ahead."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_laer.integrations.transformers import get_engine
+from hf_laer.shard import ahead
+from tests.engine.cases import batch_of, compare_gradients, loss_of, movement, patched, reference_gradients
+from tests.models import tiny_model
+
+LAYERS = 3
+SETTINGS: dict[str, Any] = {"slots_per_rank": 3, "history": 1}
+
+
+def counted(strategy: str, checkpointing: bool, **config: Any) -> dict[str, int]:
+    """Equals the unpatched model; counts what set out in the third step: ahead, whole layers, and what was spilled."""
+    plain, model = (tiny_model("qwen3_moe", num_hidden_layers=LAYERS) for _ in range(2))
+    patched(model, strategy=strategy, **SETTINGS, **config)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = get_engine(model)
+    assert engine is not None
+    for step in range(2):
+        _compared(model, plain, step)
+    movement(model)
+    unsharder, found = engine.unsharder, {"ahead": 0, "whole": 0, "layers": LAYERS}
+    expect, begin = unsharder.expect, unsharder.begin
+
+    def expecting(*args: Any) -> None:
+        expect(*args)
+        found["ahead"] += unsharder._ahead is not None
+
+    def beginning(*args: Any) -> ahead.Coming:
+        coming = begin(*args)
+        found["whole"] += bool(coming.parts)
+        return coming
+
+    unsharder.expect, unsharder.begin = expecting, beginning  # type: ignore[method-assign]
+    _compared(model, plain, 2)
+    assert unsharder._ahead is None, "something is on its way for nobody"
+    return found | {"spilled": movement(model)["spilled"]}
+
+
+def _compared(model: nn.Module, plain: nn.Module, step: int) -> None:
+    _, want = reference_gradients(plain, step)
+    model.zero_grad()
+    loss_of(model, batch_of(dist.get_rank(), step)).backward()
+    compare_gradients(model, want)
+
+
+def unforeseen(how: str) -> None:
+    """What was sent ahead and is not wanted, or is no longer right, is not used."""
+    plain, model = (tiny_model("mixtral", num_hidden_layers=LAYERS) for _ in range(2))
+    patched(model, strategy="fsep+llep", **{**SETTINGS, "slots_per_rank": 4})
+    for step in range(2):
+        _compared(model, plain, step)
+    _CASES[how](model, plain)
+    for step in range(2, 4):
+        _compared(model, plain, step)
+
+
+def _other_order(model: nn.Module, plain: nn.Module) -> None:
+    for one in (model, plain):
+        one.model.layers = nn.ModuleList(one.model.layers[index] for index in (2, 0, 1))
+    _compared(model, plain, 5)
+
+
+def _raises(model: nn.Module, plain: nn.Module) -> None:
+    """A forward that ends between two layers."""
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with suppress(ZeroDivisionError):
+        loss_of(model, batch_of(dist.get_rank()))
+    handle.remove()
+    _change(model, plain)
+
+
+def _evaluates(model: nn.Module, plain: nn.Module) -> None:
+    with torch.no_grad():
+        loss_of(model, batch_of(dist.get_rank(), 9))
+    _change(model, plain)
+    with torch.inference_mode():
+        loss_of(model, batch_of(dist.get_rank(), 9))
+
+
+def _change(model: nn.Module, plain: nn.Module) -> None:
+    """Changes weights behind autograd's back."""
+    with torch.no_grad():
+        for one in (model, plain):
+            for name, parameter in one.named_parameters():
+                if "experts" in name:
+                    data = parameter.data
+                    (data.to_local() if hasattr(data, "to_local") else data).mul_(1.5)
+
+
+def _in_flight(model: nn.Module, plain: nn.Module) -> None:
+    """Two micro-batches' forwards before their backwards, in either order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for order in ((0, 1), (1, 0)):
+        plain.zero_grad()
+        for step in (0, 1):
+            losses = [loss_of(plain, batch_of(other, step)) for other in range(world)]
+            torch.stack(losses).mean().backward()
+        want = {name: p.grad.clone() for name, p in plain.named_parameters()}
+        model.zero_grad()
+        losses = [loss_of(model, batch_of(rank, step)) for step in (0, 1)]
+        for step in order:
+            losses[step].backward()
+        compare_gradients(model, want)
+
+
+_CASES = {
+    "order": _other_order,
+    "raises": _raises,
+    "eval": _evaluates,
+    "replaced": _change,
+    "in flight": _in_flight,
+}

@@ -1,0 +1,53 @@
+"""Experts that travel ahead of need: the right ones, used once, on every rank alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_laer.passes import Passes
+from tests.engine import cases_ahead
+
+
+def test_order_is_learnt_from_the_pass_before() -> None:
+    passes = Passes()
+    for layer in "abc":
+        passes.enter(layer)
+    assert [passes.after(layer) for layer in "abc"] == ["b", "c", "c"]
+    assert [passes.after_in_pass(layer) for layer in "abc"] == ["b", "c", None]
+    passes.end()
+    passes.enter("a")
+    assert passes.number == 2
+    assert passes.is_first()
+    assert passes.after("c") == "a"
+    assert passes.after_in_pass("c") is None
+
+
+def test_a_layer_seen_before_begins_a_pass() -> None:
+    passes = Passes()
+    for layer in "abab":
+        passes.enter(layer)
+    assert passes.number == 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("strategy", ["llep", "fsep", "fsep+llep", "fsdp"])
+def test_travels_once_and_ahead(ranks, strategy: str, checkpointing: bool) -> None:
+    """How often weights set out in a step, and how much of it before their layer began."""
+    (first, *others) = ranks(3).run(cases_ahead.counted, strategy=strategy, checkpointing=checkpointing)
+    assert all(other == first for other in others)
+    layers = first["layers"]
+    # Once for the forward and once for the backward; a checkpointed layer's recompute leaves them in the slots.
+    assert first["whole"] == 2 * layers
+    # In backward all but the last layer; in forward all but the first, where the need is known ahead.
+    assert first["ahead"] == (layers - 1) * (1 if strategy == "llep" else 2)
+    assert (first["spilled"] > 0) == ("llep" in strategy)
+
+
+@pytest.mark.parametrize("how", ["order", "raises", "eval", "replaced", "in flight"])
+def test_what_was_not_foreseen(ranks, how: str) -> None:
+    ranks(2).run(cases_ahead.unforeseen, how=how)
+
+
+def test_without_prefetch(ranks) -> None:
+    counted = ranks(3).run(cases_ahead.counted, strategy="fsep+llep", checkpointing=False, prefetch=False)[0]
+    assert counted["ahead"] == 0
