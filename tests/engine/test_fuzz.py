@@ -1,0 +1,104 @@
+"""Random whole models against the unpatched ones: everything that can be combined is combined."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.engine import cases_fuzz
+from tests.engine.cases_fuzz import PARTS, Example
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "qwen3_next")
+ROUTINGS = ("random", "model", "skewed", "one", "last", "moving", "ties")
+
+
+@st.composite
+def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
+    """Settings that go together on so many ranks."""
+    strategy = draw(st.sampled_from(("llep", "fsep", "ep", "fsdp")))
+    sizes = [size for size in (1, 2, 3, 4) if shards % size == 0]
+    group = draw(st.sampled_from([None, *sizes]))
+    per_group = 1 if strategy == "fsdp" else group or shards
+    share = -(-experts // per_group)
+    config = {
+        "strategy": strategy,
+        "group_size": group,
+        "min_tokens_per_gemm": draw(st.sampled_from((1, 4, 1024))),
+        "imbalance_threshold": draw(st.sampled_from((1.0, 1.3))),
+        "capacity_factor": draw(st.sampled_from((1.0, 1.5))),
+        "recompute": draw(st.sampled_from(("layer", "experts"))),
+        "ranks_per_node": draw(st.sampled_from((1, 2, 4))),
+    }
+    if strategy == "fsep":
+        config["slots_per_rank"] = draw(st.one_of(st.none(), st.integers(share, experts)))
+        config["history"] = draw(st.integers(1, 3))
+        config["relayout_interval"] = draw(st.integers(1, 2))
+    return config
+
+
+@st.composite
+def examples(draw: Any) -> Example:
+    """Any example; the simplest is one rank, all parts trained."""
+    ranks = draw(st.integers(1, 4))
+    family = draw(st.sampled_from(FAMILIES))
+    experts = draw(st.integers(1, 9))
+    replicas = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
+    batch = st.one_of(st.tuples(st.integers(1, 3), st.integers(1, 9)), st.just((0, 3)))
+    return Example(
+        ranks=ranks,
+        family=family,
+        experts=experts,
+        top_k=draw(st.integers(1, min(experts, 4))),
+        config=draw(configs(ranks // replicas, experts)),
+        routing=draw(st.sampled_from(ROUTINGS)),
+        batches=tuple(draw(st.lists(batch, min_size=ranks, max_size=ranks))),
+        frozen=tuple(draw(st.lists(st.sampled_from(PARTS), max_size=4, unique=True))),
+        frozen_layer=draw(st.sampled_from((None, 0, 1))),
+        replicas=replicas,
+        bf16=draw(st.booleans()),
+        checkpointing=draw(st.booleans()),
+        accumulate=draw(st.booleans()),
+        evaluate=draw(st.booleans()),
+    )
+
+
+def explore(ranks: Any, count: int, **how: Any) -> None:
+    """Tries ``count`` examples; a failure shows the smallest that was found, ready for ``PINNED``."""
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), **how)
+    @given(example=examples())
+    def holds(example: Example) -> None:
+        ranks(example.ranks).run(cases_fuzz.compare, example=example)
+
+    if how:
+        holds()
+        return
+    number = random.SystemRandom().getrandbits(32)
+    try:
+        seed(number)(holds)()
+    except BaseException as error:
+        error.add_note(f"seed({number}) finds this again")
+        raise
+
+
+def test_random_models(ranks) -> None:
+    explore(ranks, 60, derandomize=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_many_random_models(ranks) -> None:
+    explore(ranks, 600)
+
+
+# What was once found.
+PINNED: tuple[Example, ...] = ()
+
+
+@pytest.mark.parametrize("example", PINNED)
+def test_pinned(ranks, example: Example) -> None:
+    ranks(example.ranks).run(cases_fuzz.compare, example=example)
