@@ -108,6 +108,8 @@ class LaerCallback(TrainerCallback, ExportableState):
         check_loader(train_dataloader, PartialState().num_processes)
         if state.global_step and not self._engine.is_sharded:
             logger.warning(_EXPERTS_NOT_LOADED)
+        if state.is_world_process_zero:
+            logger.info("hf_laer: the routers' auxiliary loss is %s", auxiliary_loss(model))
         name = type(self).__name__
         what = f"stateful_callbacks.{name}.attributes.memory in the checkpoint's trainer_state.json"
         take_up(self._engine, lambda: _saved(state.stateful_callbacks, name).get("memory", {}), what)
@@ -188,6 +190,17 @@ class _Window:
         self._sums = dict.fromkeys(self._sums, 0.0)
         self._worst = dict.fromkeys(self._worst, 0.0)
         return {f"laer/{key}": round(number, 4) for key, number in logs.items()}
+
+
+def auxiliary_loss(model: Any) -> str:
+    """Whether the model adds its routers' auxiliary loss, in words. It is Transformers' own, computed on each rank."""
+    config = model.config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if not coefficient:
+        return f"off (router_aux_loss_coef={coefficient})"
+    if not getattr(config, "output_router_logits", False):
+        return f"off (output_router_logits=False, so that router_aux_loss_coef={coefficient} has no effect)"
+    return f"on (router_aux_loss_coef={coefficient})"
 
 
 def _saved(callbacks: Any, name: str) -> dict[str, Any]:

@@ -108,13 +108,27 @@ def fsdp_plugin(kind: Callable[..., Any] = FullyShardedDataParallelPlugin, **set
     return kind(**defaults | settings)
 
 
+def made_optimizer(
+    optimizer: dict[str, Any] | Callable[[Any], torch.optim.Optimizer] | None, model: nn.Module
+) -> torch.optim.Optimizer:
+    """AdamW with the given settings, or what the given function makes."""
+    if callable(optimizer):
+        return optimizer(model.parameters())
+    return torch.optim.AdamW(model.parameters(), lr=5e-3, eps=EPSILON, **optimizer or {})
+
+
+def loop_batch(rank: int, micro: int) -> torch.Tensor:
+    """int64 ``[B, L]``; ranks have batches of different shapes."""
+    return tokens(1 + rank % 2, 4 + 3 * rank, seed=10 * micro + rank)
+
+
 class Loop:
     """A plain Accelerate loop: an optimizer made before ``prepare``, accumulation, clipping.
 
     Args:
         family: The model's.
         plugin: The FSDP plugin.
-        optimizer: Settings of AdamW.
+        optimizer: Settings of AdamW, or what makes another optimizer of parameters.
         model: The model, where it is not just ``tiny_model(family)``.
         dtype: That model's.
         sizes: Changes to that model's.
@@ -127,7 +141,7 @@ class Loop:
         family: str,
         plugin: Any,
         *,
-        optimizer: dict[str, Any] | None = None,
+        optimizer: dict[str, Any] | Callable[[Any], torch.optim.Optimizer] | None = None,
         model: nn.Module | None = None,
         dtype: torch.dtype = torch.float32,
         sizes: dict[str, Any] | None = None,
@@ -135,21 +149,19 @@ class Loop:
         **accelerator: Any,
     ) -> None:
         if parallelism is not None:
-            sizes = dict(zip(("dp_replicate_size", "dp_shard_size"), parallelism, strict=True))
-            accelerator["parallelism_config"] = ParallelismConfig(**sizes)
+            ranks = dict(zip(("dp_replicate_size", "dp_shard_size"), parallelism, strict=True))
+            accelerator["parallelism_config"] = ParallelismConfig(**ranks)
         settings = {"cpu": True, "gradient_accumulation_steps": 2, **accelerator}
         self.accelerator = Accelerator(fsdp_plugin=plugin, **settings)
         model = tiny_model(family, **sizes or {}).to(dtype) if model is None else model
-        adamw = torch.optim.AdamW(model.parameters(), lr=5e-3, eps=EPSILON, **optimizer or {})
-        self.model, self.optimizer = self.accelerator.prepare(model, adamw)
+        self.model, self.optimizer = self.accelerator.prepare(model, made_optimizer(optimizer, model))
         self.numbers: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         self.micro = 0
 
     def train(self, steps: int) -> dict[str, Any]:
-        """Takes ``steps`` optimizer steps; ranks have batches of different shapes."""
+        """Takes ``steps`` optimizer steps."""
         for _ in range(2 * steps):
-            rank = dist.get_rank()
-            ids = tokens(1 + rank % 2, 4 + 3 * rank, seed=10 * self.micro + rank)
+            ids = loop_batch(dist.get_rank(), self.micro)
             self.micro += 1
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
