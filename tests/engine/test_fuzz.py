@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from hf_laer.config import FORECASTS, STRATEGIES
 from tests.engine import cases_fuzz
 from tests.engine.cases_fuzz import PARTS, Example
 
@@ -19,7 +20,7 @@ ROUTINGS = ("random", "model", "skewed", "one", "last", "moving", "ties")
 @st.composite
 def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
     """Settings that go together on so many ranks."""
-    strategy = draw(st.sampled_from(("llep", "fsep", "ep", "fsdp")))
+    strategy = draw(st.sampled_from(STRATEGIES))
     sizes = [size for size in (1, 2, 3, 4) if shards % size == 0]
     group = draw(st.sampled_from([None, *sizes]))
     per_group = 1 if strategy == "fsdp" else group or shards
@@ -33,10 +34,11 @@ def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
         "recompute": draw(st.sampled_from(("layer", "experts"))),
         "ranks_per_node": draw(st.sampled_from((1, 2, 4))),
     }
-    if strategy == "fsep":
+    if strategy.startswith("fsep"):
         config["slots_per_rank"] = draw(st.one_of(st.none(), st.integers(share, experts)))
         config["history"] = draw(st.integers(1, 3))
         config["relayout_interval"] = draw(st.integers(1, 2))
+        config["forecast"] = draw(st.sampled_from(FORECASTS))
     return config
 
 

@@ -284,12 +284,12 @@ class _watched:
     def __exit__(self, *exc: Any) -> None:
         hf_laer.layer.first_product, hf_laer.layer.start_reshard = self.before
 
-    def _compute(self, spec: Any, weights: Any, rows: torch.Tensor, groups: Any) -> torch.Tensor:
+    def _compute(self, spec: Any, weights: Any, rows: torch.Tensor, *args: Any) -> torch.Tensor:
         self.seen["compute"].update({rows.dtype, *(stack.dtype for stack in weights[spec.up])})
-        return self.before[0](spec, weights, rows, groups)
+        return self.before[0](spec, weights, rows, *args)
 
     def _reduce(self, *args: Any) -> Any:
-        self.seen["reduce"].add(args[-1])
+        self.seen["reduce"].update(arg for arg in args if isinstance(arg, torch.dtype))
         return self.before[1](*args)
 
 
