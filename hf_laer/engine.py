@@ -362,7 +362,7 @@ class Engine:
                 spilled=sum(plan.spilled for plan in plans),
                 moved=int((held & ~before).sum()),
                 plan_seconds=seconds,
-                forecast=self._tuner(layer).forecaster if relays(self.config) else "",
+                forecast=self._tuner(layer).forecast if relays(self.config) else "",
             )
         )
 

@@ -18,7 +18,7 @@ import torch
 
 from hf_laer.config import LaerConfig
 from hf_laer.plan import fsep_placement, initial_placement
-from hf_laer.plan.forecast import FORECASTS, forecast, miss
+from hf_laer.plan.forecast import FORECASTS, Forecaster
 from hf_laer.plan.types import Placement, Plan, imbalance
 
 # Versions under way beyond the one in use; the oldest of them is the next one used.
@@ -58,8 +58,7 @@ class LayerTuner:
         self._config, self._groups, self._pool = config, groups, pool
         self._ranks_per_node = ranks_per_node
         self._slots = [config.slots_for(num_experts, len(group)) for group in groups]
-        self._history: deque[np.ndarray] = deque(maxlen=config.history)
-        self._misses = dict.fromkeys(FORECASTS, 0)
+        self._forecaster = Forecaster(config.history, config.forecast)
         self._seen = 0
         start = [
             initial_placement(num_experts, len(group), room) for group, room in zip(groups, self._slots, strict=True)
@@ -69,11 +68,9 @@ class LayerTuner:
         self._under_way: deque[Future[Version]] = deque()
 
     @property
-    def forecaster(self) -> str:
+    def forecast(self) -> str:
         """The forecast in use: the config's, or the one that has missed by least so far."""
-        if self._config.forecast != "auto":
-            return self._config.forecast
-        return min(FORECASTS, key=lambda name: self._misses[name])
+        return self._forecaster.name
 
     @property
     def layout(self) -> list[Placement]:
@@ -121,15 +118,11 @@ class LayerTuner:
             plans: What was made of them, group by group.
         """
         totals = np.stack([loads[group.start : group.stop].sum(0) for group in self._groups])
-        if self._history:
-            for name in FORECASTS:
-                now = miss(forecast(name, self._history), totals)
-                self._misses[name] += (now - self._misses[name]) // 8
-        self._history.append(totals)
+        self._forecaster.observe(totals)
         self._seen += 1
         due = self._seen % self._config.relayout_interval == 0
         if due and not _is_level(plans) and len(self._ready) + len(self._under_way) < AHEAD:
-            expected = forecast(self.forecaster, self._history)
+            expected = self._forecaster.expected()
             self._under_way.append(self._pool.submit(self._work_out, self._seen, expected))
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,8 +130,8 @@ class LayerTuner:
         newest = self._newest(wait=True)
         return {
             "seen": self._seen,
-            "history": [loads.tolist() for loads in self._history],
-            "misses": self._misses,
+            "history": [loads.tolist() for loads in self._forecaster.history],
+            "misses": self._forecaster.misses,
             "placements": [placement.slots.tolist() for placement in newest.placements],
         }
 
@@ -146,17 +139,17 @@ class LayerTuner:
         """Goes on from :meth:`state_dict`; a layout for another number of ranks or slots is made anew."""
         self._ready.clear()
         self._under_way.clear()
-        self._history.clear()
         self._seen = memory["seen"]
-        self._misses = {name: int(memory["misses"][name]) for name in FORECASTS}
+        self._forecaster = Forecaster(self._config.history, self._config.forecast)
+        self._forecaster.misses = {name: int(memory["misses"][name]) for name in FORECASTS}
         tables = [np.array(table, np.int64) for table in memory["placements"]]
         totals = [np.array(loads, np.int64) for loads in memory["history"]]
         if all(len(loads) == len(self._groups) for loads in totals):
-            self._history.extend(totals)
+            self._forecaster.history.extend(totals)
         if [table.shape for table in tables] == [p.slots.shape for p in self._current.placements]:
             self._current = _version(self._seen, [Placement(table) for table in tables])
-        elif self._history:
-            self._current = self._work_out(self._seen, forecast(self.forecaster, self._history))
+        elif self._forecaster.history:
+            self._current = self._work_out(self._seen, self._forecaster.expected())
 
     def _work_out(self, number: int, expected: np.ndarray) -> Version:
         placements = [

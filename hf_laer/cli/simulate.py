@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-tokens", type=int, help="LLEP's m (default: what a transfer is worth)")
     parser.add_argument("--threshold", type=float, default=1.3, help="LLEP's lambda")
     parser.add_argument("--interval", type=int, default=20, help="steps between moves of eplb, lplb, smartmoe")
-    parser.add_argument("--history", type=int, default=1, help="steps that fsep sums")
+    parser.add_argument("--history", type=int, default=8, help="steps that fsep and fsep+llep forecast from")
     parser.add_argument("--group-size", type=int, help="tokens stay in groups of ranks (laer, fsep, fsep+llep)")
     parser.add_argument("--warmup", type=int, default=5, help="steps not counted")
     parser.add_argument("--threads", type=int, default=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,3 +53,34 @@ def miss(expected: np.ndarray, loads: np.ndarray) -> int:
     """
     share = [per_expert.sum(0) * 1_000_000 // max(int(per_expert.sum()), 1) for per_expert in (expected, loads)]
     return int(np.abs(share[0] - share[1]).sum()) // 2
+
+
+class Forecaster:
+    """Recent loads, and the forecast that has missed by least so far.
+
+    Args:
+        window: Loads that are kept.
+        name: One of ``FORECASTS``, or ``auto``.
+    """
+
+    def __init__(self, window: int, name: str = "auto") -> None:
+        self.history: deque[np.ndarray] = deque(maxlen=window)
+        self.misses = dict.fromkeys(FORECASTS, 0)
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The forecast in use."""
+        return self._name if self._name != "auto" else min(FORECASTS, key=lambda name: self.misses[name])
+
+    def observe(self, loads: np.ndarray) -> None:
+        """Takes in the loads int64 ``[N, E]`` of one micro-batch."""
+        if self.history and self._name == "auto":
+            for name in FORECASTS:
+                now = miss(forecast(name, self.history), loads)
+                self.misses[name] += (now - self.misses[name]) // 8
+        self.history.append(loads)
+
+    def expected(self) -> np.ndarray:
+        """The loads to expect next, int64 ``[N, E]``; some must have been observed."""
+        return forecast(self.name, self.history)

@@ -24,7 +24,8 @@ class Setting:
         min_tokens: LLEP's m; ``None`` takes what a transfer is worth on this machine.
         threshold: LLEP's lambda.
         interval: Steps between re-placements of ``eplb``, ``lplb`` and ``smartmoe``, which move for good.
-        history: Steps whose loads ``fsep`` sums; ``laer`` sums five, as published.
+        history: Steps from which ``fsep`` and ``fsep+llep`` forecast; ``laer`` sums five, as published.
+        forecast: How, as :mod:`hf_laer.plan.forecast` knows it, or ``auto``.
         group: Tokens stay inside groups of so many ranks (``laer``, ``fsep`` and ``fsep+llep``); ``None``: all ranks.
         guard: Whether ``llep`` falls back to ``ep``, and ``fsep+llep`` to ``fsep``, where spilling is predicted
             not to pay.
@@ -37,7 +38,8 @@ class Setting:
     min_tokens: int | None = None
     threshold: float = 1.3
     interval: int = 20
-    history: int = 1
+    history: int = 8
+    forecast: str = "auto"
     guard: bool = True
     group: int | None = None
 
@@ -86,8 +88,9 @@ class Method:
         plan: Loads of this step, and the state, to a plan.
         home: Where weights live, as :func:`hf_laer.plan.predict` knows it.
         start: The state before anything is known; a :class:`Placement` or owners.
-        place: Recent loads (summed) and the state to the next state.
-        window: How many steps are summed; 0 means as many as the interval.
+        place: Recent loads ``[N, E]`` summed, or those to expect of each group ``[G, E]``, and the state to the next
+            state.
+        window: How many steps are summed; ``None`` where the next step's loads are forecast.
         every: Whether it places each step, else each ``Setting.interval`` steps.
         foreseen: Whether weights of the state's placement travel ahead.
     """
@@ -96,9 +99,15 @@ class Method:
     home: str
     start: Callable[[Setting], object] | None = None
     place: Callable[[np.ndarray, object, Setting], object] | None = None
-    window: Callable[[Setting], int] = lambda setting: 1
+    window: Callable[[Setting], int] | None = lambda setting: 1
     every: bool = True
     foreseen: bool = False
+
+    def seen(self, loads: np.ndarray, setting: Setting) -> np.ndarray:
+        """What is kept of a step's loads ``[N, E]`` to place by: where they are forecast, each group's ``[G, E]``."""
+        if self.window is not None:
+            return loads
+        return np.add.reduceat(loads, np.arange(0, len(loads), setting.group or len(loads)), axis=0)
 
     def moved(self, before: object, after: object) -> int:
         """Experts that changed their home for good between two states."""
@@ -158,7 +167,7 @@ def _laer_place(loads: np.ndarray, state: object, setting: Setting) -> Placement
 
 
 def _fsep_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
-    return planners.fsep_placement(loads, setting.ranks, setting.slots, setting.width)
+    return planners.fsep_placement(loads.sum(axis=0), setting.ranks, setting.slots, setting.width)
 
 
 def _eplb_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
@@ -195,9 +204,9 @@ METHODS: dict[str, Method] = {
         "sharded",
         _even_start,
         _fsep_place,
-        window=lambda s: s.history,
+        window=None,
     ),
-    "fsep+llep": Method(_fsep_llep, "sharded", _even_start, _fsep_place, window=lambda s: s.history, foreseen=True),
+    "fsep+llep": Method(_fsep_llep, "sharded", _even_start, _fsep_place, window=None, foreseen=True),
     "eplb": Method(
         lambda loads, state, s: planners.eplb(loads, _placement(state)),
         "resident",
@@ -258,11 +267,13 @@ def grouped(method: Method, setting: Setting) -> Method:
     one, start, place = setting.within_group(), method.start, method.place
     groups = [slice(at, at + one.ranks) for at in range(0, setting.ranks, one.ranks)]
 
+    seen = groups if method.window is not None else [slice(at, at + 1) for at in range(len(groups))]
+
     def rows(state: object) -> list[Placement]:
         return [Placement(_placement(state).slots[group]) for group in groups]
 
     def place_all(loads: np.ndarray, state: object, _: Setting) -> Placement:
-        placed = [place(loads[at], old, one) for at, old in zip(groups, rows(state), strict=True)]
+        placed = [place(loads[at], old, one) for at, old in zip(seen, rows(state), strict=True)]
         return planners.stack_groups([_placement(new) for new in placed])
 
     def plan_all(loads: np.ndarray, state: object, _: Setting) -> Plan:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_laer.plan import EMPTY, Placement, Plan, Prediction, imbalance, lower_bound, predict
+from hf_laer.plan.forecast import Forecaster
 
 from .methods import Method, Setting, get_method, grouped
 from .trace import Trace
@@ -110,6 +111,7 @@ def _replay_layer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Metrics ``[steps, len(METRICS)]`` and rank loads ``[steps, N]``."""
     state = method.start(setting) if method and method.start else None
+    forecaster = Forecaster(setting.history, setting.forecast)
     rows, held = [], []
     moved, tokens, ideal = 0, -1, 0.0
     for step, now in enumerate(loads):
@@ -120,10 +122,15 @@ def _replay_layer(
         else:
             due = step > 0 and (method.every or step % setting.interval == 0)
             if due and method.place:
-                seen = loads[max(0, step - method.window(setting)) : step].sum(axis=0)
+                if method.window is None:
+                    seen = forecaster.expected()
+                else:
+                    seen = loads[max(0, step - method.window(setting)) : step].sum(axis=0)
                 before, state = state, method.place(seen, state, setting)
                 moved = method.moved(before, state)
             plan = _costed(method, now, state, setting, moved if method.every or due else 0)
+            if method.window is None:
+                forecaster.observe(method.seen(now, setting))
             assert plan.predicted is not None
             predicted, even = plan.predicted, plan.rank_loads
         if step < warmup:
@@ -147,7 +154,7 @@ def _regret(method: Method, now: np.ndarray, state: object, setting: Setting, pr
     """Seconds above those of the same method had it placed for this very step; negative where luck helped."""
     if method.place is None:
         return 0.0
-    fresh = _costed(method, now, method.place(now, state, setting), setting, 0)
+    fresh = _costed(method, now, method.place(method.seen(now, setting), state, setting), setting, 0)
     assert fresh.predicted is not None
     return predicted.seconds - fresh.predicted.seconds
 

@@ -119,7 +119,7 @@ def test_the_forecast_that_missed_least(series: list[int], best: tuple[str, ...]
         loads = np.full((RANKS, EXPERTS), 1000)
         loads[:, 0] = value
         step([made], loads)
-    assert made.forecaster in best
+    assert made.forecast in best
 
 
 def test_memory_goes_on_with_other_ranks() -> None:
@@ -132,7 +132,7 @@ def test_memory_goes_on_with_other_ranks() -> None:
     memory = before.state_dict()
     for resumed in (same, other):
         resumed.load_state_dict(memory)
-        assert resumed.forecaster == before.forecaster
+        assert resumed.forecast == before.forecast
     assert same.layout[0].slots.tolist() == memory["placements"][0]
     blank = LayerTuner(LaerConfig(strategy="fsep", slots_per_rank=2), EXPERTS, [range(3)], 8, pool)
     hot = int(np.sum([loads_of(at) for at in range(3)], (0, 1)).argmax())
