@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .owners import chunk_owners, owner_slots
+from ._jit import kernel
+from .owners import chunk_owners, owner_loads, owner_slots
 from .types import Placement, Plan, Split
 from .validate import check_loads, check_owners, check_room
 
@@ -25,9 +26,14 @@ def ep(loads: np.ndarray, owners: np.ndarray) -> Plan:
     loads = check_loads(loads)
     ranks, experts = loads.shape
     owners = check_owners(owners, ranks, experts)
-    slots, slot_of = owner_slots(owners, ranks, np.zeros(ranks, np.int64))
-    split = Split(np.arange(experts + 1), owners, slot_of, loads.sum(axis=0))
-    return Plan(Placement(slots), split)
+    slots, first, slot_of, totals = _at_owners(loads, owners)
+    return Plan(Placement(slots), Split(first, owners, slot_of, totals))
+
+
+@kernel
+def _at_owners(loads: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    slots, slot_of = owner_slots(owners, len(loads), np.zeros(len(loads), np.int64))
+    return slots, np.arange(len(owners) + 1), slot_of, owner_loads(loads, owners)[0]
 
 
 def fsdp(loads: np.ndarray) -> Plan:

@@ -24,6 +24,19 @@ def chunk_owners(num_experts: int, num_ranks: int) -> np.ndarray:
 
 
 @kernel
+def owner_loads(loads: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each expert and of each owner's experts, int64 ``[E]`` and ``[N]``."""
+    ranks, experts = loads.shape
+    totals, held = np.zeros(experts, np.int64), np.zeros(ranks, np.int64)
+    for rank in range(ranks):
+        for expert in range(experts):
+            totals[expert] += loads[rank, expert]
+    for expert in range(experts):
+        held[owners[expert]] += totals[expert]
+    return totals, held
+
+
+@kernel
 def owner_slots(owners: np.ndarray, num_ranks: int, spare: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Slot table with each rank's own experts ascending, and each expert's slot at its owner.
 

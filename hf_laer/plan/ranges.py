@@ -8,30 +8,56 @@ from ._jit import kernel
 
 
 @kernel
-def node_ranges(
-    by_node: np.ndarray, first: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, width: int
+def stream_ranges(
+    sent: np.ndarray, first: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """first ``[E + 1]``, rank, slot, end ``[R']``: a replica once per range that it serves, none if it serves none.
+    """A split's first, rank, slot and end: in rank order on one node, by :func:`_node_ranges` on several.
+
+    ``sent`` is int64 ``[nodes, E]``, the tokens of each node's ranks; the quotas of an expert sum to its tokens.
+    """
+    if len(sent) > 1:
+        return _node_ranges(sent, first, rank, slot, quota, width)
+    return first, rank, slot, ends(first, quota)
+
+
+@kernel
+def ends(first: np.ndarray, quota: np.ndarray) -> np.ndarray:
+    """int64 ``[R]``: where each replica's range of its expert's stream ends if it serves ``quota`` tokens."""
+    end = quota.copy()
+    for expert in range(len(first) - 1):
+        for at in range(first[expert] + 1, first[expert + 1]):
+            end[at] += end[at - 1]
+    return end
+
+
+@kernel
+def _node_ranges(
+    sent: np.ndarray, first: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A replica once per range that it serves, none if it serves none.
 
     A node's tokens go to its own replicas, in rank order, up to their quotas; what is left of them goes to the
-    replicas elsewhere that have quota left. ``by_node`` is int64 ``[nodes, E]``, nodes are ``width`` ranks; the
-    quotas of an expert sum to its tokens.
+    replicas elsewhere that have quota left.
     """
-    nodes, experts = by_node.shape
+    nodes, experts = sent.shape
     room = 2 * len(rank) + nodes * experts
     rank_of, slot_of, end = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
     ranges = np.zeros(experts + 1, np.int64)
-    left, quota = quota.copy(), quota.copy()
+    home, left, rest = quota.copy(), np.empty_like(quota), np.empty(nodes, np.int64)
     count = 0
     for expert in range(experts):
         start, stop = first[expert], first[expert + 1]
-        rest = _take_home(by_node[:, expert], left, rank, start, stop, width)
+        for node in range(nodes):
+            rest[node] = sent[node, expert]
+        for at in range(start, stop):
+            home[at] = min(rest[rank[at] // width], quota[at])
+            left[at] = quota[at] - home[at]
+            rest[rank[at] // width] -= home[at]
         begin, after, away = 0, start, start
         for node in range(nodes):
             while after < stop and rank[after] // width == node:
-                home = quota[after] - left[after]
-                begin += home
-                count = _emit(rank_of, slot_of, end, count, ranges[expert], rank[after], slot[after], home, begin)
+                begin += home[after]
+                count = emit(rank_of, slot_of, end, count, ranges[expert], rank[after], slot[after], home[after], begin)
                 after += 1
             while rest[node] > 0:
                 while left[away] == 0:
@@ -39,26 +65,14 @@ def node_ranges(
                 take = min(rest[node], left[away])
                 rest[node] -= take
                 left[away] -= take
-                quota[away] -= take  # so that a later node's home share is not counted twice
                 begin += take
-                count = _emit(rank_of, slot_of, end, count, ranges[expert], rank[away], slot[away], take, begin)
+                count = emit(rank_of, slot_of, end, count, ranges[expert], rank[away], slot[away], take, begin)
         ranges[expert + 1] = count
     return ranges, rank_of[:count].copy(), slot_of[:count].copy(), end[:count].copy()
 
 
 @kernel
-def _take_home(tokens: np.ndarray, left: np.ndarray, rank: np.ndarray, start: int, stop: int, width: int) -> np.ndarray:
-    """Takes off ``left`` what each replica serves of its own node; the nodes' tokens that are left over."""
-    rest = tokens.copy()
-    for at in range(start, stop):
-        home = min(rest[rank[at] // width], left[at])
-        rest[rank[at] // width] -= home
-        left[at] -= home
-    return rest
-
-
-@kernel
-def _emit(
+def emit(
     rank_of: np.ndarray,
     slot_of: np.ndarray,
     end: np.ndarray,
@@ -69,7 +83,10 @@ def _emit(
     tokens: int,
     stop: int,
 ) -> int:
-    """Appends a range that ends at ``stop``, or lengthens the last one of the same replica; the new count."""
+    """Appends a range that ends at ``stop``, or lengthens the last one of the same replica; the new count.
+
+    ``start`` is where the expert's ranges begin; a range of no ``tokens`` is left out.
+    """
     if tokens == 0:
         return count
     if count > start and rank_of[count - 1] == rank:

@@ -29,15 +29,12 @@ def place_copies(load: np.ndarray, copies: np.ndarray, ranks: int, slots: int, w
     """
     unit = load_units(load, copies)
     table = np.full((ranks, slots), EMPTY, np.int64)
-    used = np.zeros(ranks, np.int64)
-    held = np.zeros(ranks, np.int64)
+    used, held = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
     newest = np.full(ranks, EMPTY, np.int64)  # an expert's copies are placed in one go: this tells who holds it
     nodes = -(-ranks // width)
-    best = np.empty(nodes, np.int64)
-    for node in range(nodes):
-        best[node] = _least_loaded(node, width, slots, used, held, newest, EMPTY)
-    everyone = np.arange(nodes)
-    open_nodes, room = np.empty(nodes, np.int64), np.empty(nodes, np.int64)
+    best, open_nodes = np.empty(nodes, np.int64), np.empty(nodes, np.int64)
+    room, everyone = np.empty(nodes, np.int64), np.arange(nodes)
+    _least_loaded(best, everyone, width, slots, used, held, newest, EMPTY)
     for expert in descending(unit):
         left = copies[expert]
         while left > 0:
@@ -47,49 +44,47 @@ def place_copies(load: np.ndarray, copies: np.ndarray, ranks: int, slots: int, w
                 if best[node] >= 0:
                     open_nodes[count], room[count] = node, -held[best[node]]
                     count += 1
+            chosen = open_nodes[:count]
             if count == 0:
-                rank = _make_room(table, used, held, newest, unit, expert)
-                _put(table, used, held, newest, unit, rank, expert)
-                left -= 1
-                continue
-            order = descending(room[:count]) if left < count else everyone
-            for at in range(min(left, count)):
-                place = open_nodes[order[at]]
-                _put(table, used, held, newest, unit, best[place], expert)
-                best[place] = _least_loaded(place, width, slots, used, held, newest, expert)
-            left -= min(left, count)
-        for node in range(nodes):
-            best[node] = _least_loaded(node, width, slots, used, held, newest, EMPTY)
+                open_nodes[0] = 0
+                best[0] = _make_room(table, used, held, newest, unit, expert)
+                chosen = open_nodes[:1]
+            elif left == 1:
+                at = room[:count].argmax()
+                chosen = open_nodes[at : at + 1]
+            elif left < count:
+                chosen = open_nodes[descending(room[:count])[:left]]
+            for node in chosen:
+                rank = best[node]
+                table[rank, used[rank]] = expert
+                used[rank] += 1
+                held[rank] += unit[expert]
+                newest[rank] = expert
+            left -= len(chosen)
+            _least_loaded(best, chosen, width, slots, used, held, newest, expert)
+        _least_loaded(best, everyone, width, slots, used, held, newest, EMPTY)
     return table
 
 
 @kernel
-def _put(
-    table: np.ndarray,
+def _least_loaded(
+    best: np.ndarray,
+    nodes: np.ndarray,
+    width: int,
+    slots: int,
     used: np.ndarray,
     held: np.ndarray,
     newest: np.ndarray,
-    unit: np.ndarray,
-    rank: int,
     expert: int,
 ) -> None:
-    table[rank, used[rank]] = expert
-    used[rank] += 1
-    held[rank] += unit[expert]
-    newest[rank] = expert
-
-
-@kernel
-def _least_loaded(
-    node: int, width: int, slots: int, used: np.ndarray, held: np.ndarray, newest: np.ndarray, expert: int
-) -> int:
-    """The node's least loaded rank that has a free slot and did not just get ``expert``, or -1."""
-    best = -1
-    for rank in range(node * width, min((node + 1) * width, len(used))):
-        open_for = used[rank] < slots and (expert < 0 or newest[rank] != expert)
-        if open_for and (best < 0 or held[rank] < held[best]):
-            best = rank
-    return best
+    """Sets each node's least loaded rank that has a free slot and did not just get ``expert``, or -1."""
+    for node in nodes:
+        lowest = -1
+        for rank in range(node * width, min((node + 1) * width, len(used))):
+            open_for = used[rank] < slots and (expert < 0 or newest[rank] != expert)
+            if open_for and (lowest < 0 or held[rank] < held[lowest]):
+                lowest = rank
+        best[node] = lowest
 
 
 @kernel

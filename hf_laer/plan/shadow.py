@@ -12,7 +12,7 @@ import numpy as np
 
 from ._jit import kernel
 from .order import descending
-from .owners import owner_slots
+from .owners import owner_loads, owner_slots
 from .shares import own_copy_first
 from .types import EMPTY, Placement, Plan
 from .validate import check_loads, check_owners
@@ -86,10 +86,7 @@ def _with_copies(owners: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 @kernel
 def _shadows(loads: np.ndarray, owners: np.ndarray, transfer_tokens: int) -> np.ndarray:
     ranks, experts = loads.shape
-    totals = loads.sum(axis=0)
-    held = np.zeros(ranks, np.int64)
-    for expert in range(experts):
-        held[owners[expert]] += totals[expert]
+    totals, held = owner_loads(loads, owners)
     wanted = np.zeros((ranks, experts), np.bool_)
     cost = held.max()
     for before, expert in enumerate(descending(totals)):
@@ -107,10 +104,7 @@ def _shadows(loads: np.ndarray, owners: np.ndarray, transfer_tokens: int) -> np.
 @kernel
 def _partial_copies(loads: np.ndarray, owners: np.ndarray, transfer_tokens: int) -> np.ndarray:
     ranks, experts = loads.shape
-    totals = loads.sum(axis=0)
-    held = np.zeros(ranks, np.int64)
-    for expert in range(experts):
-        held[owners[expert]] += totals[expert]
+    totals, held = owner_loads(loads, owners)
     wanted = np.zeros((ranks, experts), np.bool_)
     sent = np.zeros(ranks, np.int64)
     done = np.zeros(experts, np.bool_)

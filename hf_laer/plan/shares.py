@@ -11,7 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from ._jit import kernel
-from .split import index_replicas
+from .network import index_replicas
+from .ranges import emit
+from .split import check_homes
 from .types import Placement, Plan, Split
 from .validate import check_loads, check_owners, check_placement, node_width
 
@@ -68,9 +70,7 @@ def _checked(loads: np.ndarray, placement: Placement) -> tuple[np.ndarray, np.nd
     held = np.zeros(loads.shape[1] + 1, np.bool_)
     held[slots.ravel()] = True  # EMPTY marks the extra last entry
     homeless = np.flatnonzero((loads.sum(axis=0) > 0) & ~held[:-1])
-    if len(homeless):
-        tokens = int(loads[:, homeless[0]].sum())
-        raise ValueError(f"expert {homeless[0]} has {tokens} tokens, but no rank holds it")
+    check_homes(loads, int(homeless[0]) if len(homeless) else -1)
     return loads, slots
 
 
@@ -111,11 +111,7 @@ def _node_shares(
             low, high = (start, after) if after > start else (first[expert], first[expert + 1])
             for at in range(low, high if tokens > 0 else low):
                 stop = begin + _share(tokens, at + 1 - low, high - low)
-                if count > ranges[expert] and rank_of[count - 1] == rank[at]:
-                    end[count - 1] = stop
-                else:
-                    rank_of[count], slot_of[count], end[count] = rank[at], slot[at], stop
-                    count += 1
+                count = emit(rank_of, slot_of, end, count, ranges[expert], rank[at], slot[at], tokens, stop)
             begin += tokens
         ranges[expert + 1] = count
     return ranges, rank_of[:count].copy(), slot_of[:count].copy(), end[:count].copy()
@@ -146,15 +142,9 @@ def _own_shares(
             while own < first[expert + 1] and rank[own] < source:
                 own += 1
             at = own if own < first[expert + 1] and rank[own] == source else owner_at
-            if tokens == 0:
-                continue
             begin += tokens
             if at != owner_at:
                 spilled += tokens
-            if count > ranges[expert] and rank_of[count - 1] == rank[at]:
-                end[count - 1] = begin
-            else:
-                rank_of[count], slot_of[count], end[count] = rank[at], slot[at], begin
-                count += 1
+            count = emit(rank_of, slot_of, end, count, ranges[expert], rank[at], slot[at], tokens, begin)
         ranges[expert + 1] = count
     return ranges, rank_of[:count].copy(), slot_of[:count].copy(), end[:count].copy(), spilled, lost

@@ -25,15 +25,32 @@ def check_loads(loads: np.ndarray) -> np.ndarray:
     if loads.ndim != 2 or 0 in loads.shape:
         raise ValueError(f"loads must be [ranks, experts] with at least one of each, got shape {loads.shape}")
     loads = _whole_numbers("loads", loads)
-    if loads.min() < 0:
-        rank, expert = np.argwhere(loads < 0)[0]
+    negative, fits = _scan(loads, (LARGEST_PRODUCT - 1) // loads.shape[0])
+    if negative >= 0:
+        rank, expert = divmod(negative, loads.shape[1])
         raise ValueError(f"loads must not be negative: rank {rank}, expert {expert} has {loads[rank, expert]}")
-    ranks = loads.shape[0]
-    if int(loads.max()) * loads.size * ranks >= LARGEST_PRODUCT:
+    if not fits:
         total = sum(map(int, loads.ravel()))
-        if total * ranks >= LARGEST_PRODUCT:
-            raise ValueError(f"loads sum to {total} on {ranks} ranks: total * ranks must stay below 2**62")
+        raise ValueError(f"loads sum to {total} on {loads.shape[0]} ranks: total * ranks must stay below 2**62")
     return loads
+
+
+@kernel
+def _scan(loads: np.ndarray, limit: int) -> tuple[int, bool]:
+    """The position of the first negative load or -1, and whether the sum is within ``limit``."""
+    lowest, highest, total = 0, 0, 0
+    for load in loads.flat:
+        lowest, highest = min(lowest, load), max(highest, load)
+    if lowest < 0:
+        for at, load in enumerate(loads.flat):
+            if load < 0:
+                return at, True
+    if highest > limit // loads.size:
+        for load in loads.flat:
+            if load > limit - total:
+                return -1, False
+            total += load
+    return -1, True
 
 
 def check_history(loads: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -61,9 +78,18 @@ def check_owners(owners: np.ndarray, num_ranks: int, num_experts: int) -> np.nda
     if owners.shape != (num_experts,):
         raise ValueError(f"owners must name one rank for each of {num_experts} experts, got shape {owners.shape}")
     owners = _whole_numbers("owners", owners)
-    if owners.min() < 0 or owners.max() >= num_ranks:
+    if not _within(owners, num_ranks):
         raise ValueError(f"owners must lie in 0..{num_ranks - 1}, got {owners.min()}..{owners.max()}")
     return owners
+
+
+@kernel
+def _within(values: np.ndarray, limit: int) -> bool:
+    """Whether all lie in ``[0, limit)``."""
+    lowest, highest = 0, 0
+    for value in values:
+        lowest, highest = min(lowest, value), max(highest, value)
+    return lowest >= 0 and highest < limit
 
 
 def check_placement(placement: Placement, num_ranks: int, num_experts: int) -> np.ndarray:
@@ -75,9 +101,9 @@ def check_placement(placement: Placement, num_ranks: int, num_experts: int) -> n
     slots = np.ascontiguousarray(placement.slots, np.int64)
     if slots.ndim != 2 or slots.shape[0] != num_ranks or slots.shape[1] < 1:
         raise ValueError(f"placement must be [{num_ranks} ranks, slots], got shape {slots.shape}")
-    if slots.min() < EMPTY or slots.max() >= num_experts:
-        raise ValueError(f"slots must hold {EMPTY} or 0..{num_experts - 1}, got {slots.min()}..{slots.max()}")
     rank, expert = _first_fault(slots, num_experts)
+    if expert == num_experts:
+        raise ValueError(f"slots must hold {EMPTY} or 0..{num_experts - 1}, got {slots.min()}..{slots.max()}")
     if expert >= 0:
         raise ValueError(f"rank {rank} holds expert {expert} in more than one slot")
     if rank >= 0:
@@ -87,11 +113,13 @@ def check_placement(placement: Placement, num_ranks: int, num_experts: int) -> n
 
 @kernel
 def _first_fault(slots: np.ndarray, experts: int) -> tuple[int, int]:
-    """The first rank with an expert twice and that expert, or with a hole and -1, or -1 and -1."""
+    """The first rank with no expert and ``experts``, with one twice and that one, with a hole and -1; or -1 and -1."""
     newest = np.full(experts, -1, np.int64)
     for rank in range(slots.shape[0]):
         for slot in range(slots.shape[1]):
             expert = slots[rank, slot]
+            if expert < EMPTY or expert >= experts:
+                return rank, experts
             if expert >= 0 and newest[expert] == rank:
                 return rank, expert
             if expert >= 0:
@@ -123,6 +151,8 @@ def node_width(ranks_per_node: int | None, num_ranks: int) -> int:
 
 
 def _whole_numbers(name: str, values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.int64:
+        return np.ascontiguousarray(values)
     if values.dtype.kind == "f":
         if not np.isfinite(values).all():
             raise ValueError(f"{name} must be finite, got {values[~np.isfinite(values)][0]}")

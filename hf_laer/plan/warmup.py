@@ -18,5 +18,5 @@ def compile_kernels() -> None:
     fsep(loads, laer_placement(loads, 2, 2))
     fsep(loads, fsep_placement(loads, 2, 2), ranks_per_node=1)
     fsep(loads, initial_placement(3, 2, 2))
-    fsep_llep(loads, initial_placement(3, 2, 2), min_tokens_per_gemm=1)
+    fsep_llep(loads, initial_placement(3, 2, 2), ranks_per_node=1, min_tokens_per_gemm=1)
     fsep_placement(loads.sum(0), 2, 2)
