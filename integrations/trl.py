@@ -17,7 +17,7 @@ from hf_laer.integrations.accelerate.hook import install_hook
 from hf_laer.integrations.accelerate.resume import take_up
 from hf_laer.integrations.transformers import get_engine, patch_model
 from hf_laer.integrations.transformers.recording import TraceRecording, check_path, record_trace
-from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_state
+from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_sharded, check_state
 from hf_laer.plan.types import imbalance
 
 if TYPE_CHECKING:
@@ -99,13 +99,15 @@ class LaerCallback(TrainerCallback, ExportableState):
         """Checks that the experts are sharded by now, and takes up a checkpoint's memory.
 
         Raises:
-            ValueError: The callback came after the trainer's ``__init__``, ranks get unequal batch counts, or the
-                checkpoint's memory is none.
+            ValueError: The callback came after the trainer's ``__init__``, or adapters after the model was sharded;
+                ranks get unequal batch counts, or the checkpoint's memory is none.
         """
         self._engine = get_engine(model)
         if self._engine is None:
             raise ValueError(_TOO_LATE)
         check_loader(train_dataloader, PartialState().num_processes)
+        if self._engine.is_sharded and AcceleratorState().fsdp_plugin.ignored_modules is None:
+            check_sharded(model)
         if state.global_step and not self._engine.is_sharded:
             logger.warning(_EXPERTS_NOT_LOADED)
         if state.is_world_process_zero:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_laer.integrations.transformers.families import ADAPTED, adapted_experts, is_experts
 
@@ -117,6 +118,23 @@ def check_arguments(arguments: Any) -> None:
     liger = getattr(arguments, "liger_kernel_config", None) or {}
     if getattr(arguments, "use_liger_kernel", False) and liger.get("swiglu", True):
         raise ValueError(_LIGER)
+
+
+def check_sharded(model: nn.Module) -> None:
+    """Refuses trained parameters that are not sharded in a model that is: each rank would train its own.
+
+    Args:
+        model: A prepared model.
+
+    Raises:
+        ValueError: A trained parameter was added after the model was prepared.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is trained and not sharded, so every rank would train one of its own: add adapters and other "
+                "modules before the model is prepared (peft_config=..., or get_peft_model before the trainer is made)"
+            )
 
 
 def check_loader(loader: Any, ranks: int) -> None:
