@@ -212,6 +212,8 @@ def _epoch(folder: str, callbacks: list[Any], packing: bool) -> SFTTrainer:
         per_device_train_batch_size=1 if packing else 2,
         gradient_accumulation_steps=1,
         average_tokens_across_devices=True,
+        # Rows of the embedding that one sample uses have gradients so small that AdamW would blow their rounding up.
+        adam_epsilon=1e-4,
     )
 
 
