@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_laer.bench.rivals import RIVALS, BenchWeights
+from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
 from hf_laer.bench.routing import routing
 from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.spec import ExpertsSpec
@@ -86,15 +86,21 @@ def spec_for(shape: LayerShape) -> ExpertsSpec:
 
 
 def measure(
-    shape: LayerShape, contender: str, scenario: str, device: torch.device, dtype: torch.dtype, iterations: int
+    shape: LayerShape,
+    contender: str,
+    scenario: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    iterations: int,
+    rivals: Rivals = RIVALS,
 ) -> Measured:
-    """Measures one contender under one routing. Collective over the world."""
+    """Measures one contender, a strategy or one of ``rivals``, under one routing. Collective over the world."""
     rank = dist.get_rank()
     index = routing(scenario, shape.tokens, shape.experts, shape.top_k, rank, device)
     hidden = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     gates = torch.full(index.shape, 1.0 / shape.top_k, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(hidden)
-    run, weights, engine = _contender(shape, contender, device, dtype)
+    run, weights, engine = _contender(shape, contender, device, dtype, rivals)
 
     def forward() -> None:
         with torch.no_grad():
@@ -117,10 +123,10 @@ def measure(
 
 
 def _contender(
-    shape: LayerShape, name: str, device: torch.device, dtype: torch.dtype
+    shape: LayerShape, name: str, device: torch.device, dtype: torch.dtype, rivals: Rivals = RIVALS
 ) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor], Engine | None]:
-    if name in RIVALS:
-        made = RIVALS[name](BenchWeights(shape.experts, shape.hidden, shape.intermediate, device, dtype))
+    if name in rivals:
+        made = rivals[name](BenchWeights(shape.experts, shape.hidden, shape.intermediate, shape.top_k, device, dtype))
         return made, made.parameters, None
     module = BenchExperts(shape, device, dtype)
     engine = Engine(LaerConfig(strategy=name, history=1), ranks_per_node=dist.get_world_size())

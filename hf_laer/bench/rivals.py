@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,20 @@ class BenchWeights:
     experts: int
     hidden: int
     intermediate: int
+    top_k: int
     device: torch.device
     dtype: torch.dtype
+
+    def share(self) -> int:
+        """Experts of one rank.
+
+        Raises:
+            ValueError: They do not divide over the ranks.
+        """
+        ranks = dist.get_world_size()
+        if self.experts % ranks:
+            raise ValueError(f"{self.experts} experts do not divide over {ranks} ranks")
+        return self.experts // ranks
 
     def make(self, experts: int) -> list[torch.Tensor]:
         """Random gate/up ``[experts, 2I, H]`` and down ``[experts, H, I]``."""
@@ -37,9 +49,7 @@ class Gathered:
     parameters: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.sizes.experts % dist.get_world_size():
-            raise ValueError(f"{self.sizes.experts} experts do not divide over {dist.get_world_size()} ranks")
-        self.parameters = self.sizes.make(self.sizes.experts // dist.get_world_size())
+        self.parameters = self.sizes.make(self.sizes.share())
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         up, down = (_AllGather.apply(weight) for weight in self.parameters)
@@ -68,7 +78,8 @@ class Products:
         return _Products.apply(hidden, index.numel(), up, down)
 
 
-RIVALS: dict[str, Callable[[BenchWeights], Any]] = {"fsdp_gather": Gathered, "gemm": Products}
+Rivals = Mapping[str, Callable[[BenchWeights], Any]]
+RIVALS: Rivals = {"fsdp_gather": Gathered, "gemm": Products}
 
 
 class _AllGather(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""``hf-laer bench``: planners, each figure beside its target; one MoE layer, beside its rivals."""
+"""``hf-laer bench``: planners, each figure beside its target; a MoE layer and whole training, beside their rivals."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import importlib.util
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.cli import bench_layer
+from hf_laer.cli import bench_layer, bench_sft
 from hf_laer.sim.bench import TARGETS, compile_seconds, drift_table, timings
 
-HELP = "measure planners (balance on drifting loads, time per plan) or one MoE layer on all ranks"
+HELP = (
+    "measure planners (balance on drifting loads, time per plan), one MoE layer, or whole training steps, on all ranks"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     layer = subjects.add_parser("layer", help="one MoE layer, us and rivals, on all ranks of torchrun")
     bench_layer.add_arguments(layer)
+    sft = subjects.add_parser("sft", help="whole training steps, us and rivals, on all ranks of torchrun")
+    bench_sft.add_arguments(sft)
     plan = subjects.add_parser("plan", help="planners, on this machine's CPU")
     plan.add_argument("--steps", type=int, default=30, help="steps of drifting loads (default 30)")
     plan.add_argument("--layers", type=int, default=2, help="independent draws (default 2)")
@@ -27,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measures one subject and prints its tables."""
-    return bench_layer.run(args, console) if args.subject == "layer" else _run_plan(args, console)
+    subjects = {"layer": bench_layer.run, "sft": bench_sft.run, "plan": _run_plan}
+    return subjects[args.subject](args, console)
 
 
 def _run_plan(args: argparse.Namespace, console: Console) -> int:

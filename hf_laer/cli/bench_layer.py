@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +12,20 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_laer.bench.layer import LAYERS, LayerShape, Measured, measure
-from hf_laer.bench.rivals import RIVALS
+from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
+from hf_laer.cli.ranks import joined, write_figures
 from hf_laer.config import STRATEGIES
 
-CONTENDERS = (*STRATEGIES, *RIVALS)
+
+def _native(sizes: BenchWeights) -> Any:
+    """Transformers' own all-to-all expert parallelism; what it needs is imported only for it."""
+    from hf_laer.integrations.bench.native_ep import NativeLayer
+
+    return NativeLayer(sizes.make(sizes.share()), sizes.top_k)
+
+
+ALL_RIVALS: Rivals = {"hf_a2a": _native, **RIVALS}
+CONTENDERS = (*STRATEGIES, *ALL_RIVALS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,21 +49,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--contenders {', '.join(unknown)} unknown; known: {', '.join(CONTENDERS)}")
     if args.iterations < 1:
         raise ValueError(f"--iterations {args.iterations} must be at least 1")
-    device, started = _join()
-    try:
+    with joined() as device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         rows = [
-            measure(shape, contender, scenario, device, dtype, args.iterations)
+            measure(shape, contender, scenario, device, dtype, args.iterations, ALL_RIVALS)
             for scenario in scenarios
             for contender in contenders
         ]
         if dist.get_rank() == 0:
             console.print(_table(shape, rows, device))
             if args.json:
-                _write(args.json, shape, rows)
-    finally:
-        if started:
-            dist.destroy_process_group()
+                write_figures(args.json, {"shape": vars(shape), "rows": [row.as_dict() for row in rows]})
     return 0
 
 
@@ -70,22 +74,6 @@ def _shape(args: argparse.Namespace) -> LayerShape:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens} must be at least 1")
     return LayerShape(**sizes, tokens=args.tokens)
-
-
-def _join() -> tuple[torch.device, bool]:
-    """This rank's device; joins torchrun's processes, or is a world of its own."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if dist.is_initialized():
-        return device, False
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device, True
 
 
 def _table(shape: LayerShape, rows: list[Measured], device: torch.device) -> Table:
@@ -111,24 +99,3 @@ def _table(shape: LayerShape, rows: list[Measured], device: torch.device) -> Tab
             f"{row.imbalance_before:.2f} > {row.imbalance_after:.3f}" if row.imbalance_after else "",
         )
     return table
-
-
-def _write(path: Path, shape: LayerShape, rows: list[Measured]) -> None:
-    values = {
-        "shape": vars(shape),
-        "ranks": dist.get_world_size(),
-        "torch": str(torch.__version__),
-        "hf_laer": importlib.metadata.version("hf_laer") if _installed() else None,
-        "rows": [row.as_dict() for row in rows],
-    }
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(values, indent=2), encoding="utf-8")
-    aside.replace(path)
-
-
-def _installed() -> bool:
-    try:
-        importlib.metadata.version("hf_laer")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -10,26 +10,28 @@ import torch
 import torch.distributed as dist
 
 from hf_laer.bench.layer import LayerShape, _contender
-from hf_laer.bench.rivals import Gathered
 from hf_laer.bench.routing import routing
+from hf_laer.cli.bench_layer import ALL_RIVALS
 from hf_laer.cli.main import main
 from tests.models import assert_close
 
 SMALL = ["--experts", "6", "--hidden", "8", "--intermediate", "12", "--top-k", "2", "--tokens", "32"]
+WHO = ["--contenders", "ep,llep,fsep+llep,hf_a2a,fsdp_gather,gemm"]
 
 
 def run_command(path: str) -> int:
     """The command on every rank of a pool."""
-    return main(["bench", "layer", *SMALL, "--routing", "balanced,80:2,zipf", "--iterations", "2", "--json", path])
+    return main(
+        ["bench", "layer", *SMALL, "--routing", "balanced,80:2,zipf", *WHO, "--iterations", "2", "--json", path]
+    )
 
 
-def rival_equals_engine() -> None:
-    """FSDP's corner, written twice: output and input gradient."""
+def rival_equals_engine(name: str) -> None:
+    """A rival and FSDP's corner: output and input gradient."""
     shape = LayerShape(experts=6, hidden=8, intermediate=12, top_k=2, tokens=32)
     run, _, engine = _contender(shape, "fsdp", torch.device("cpu"), torch.float32)
-    rival, _, _ = _contender(shape, "fsdp_gather", torch.device("cpu"), torch.float32)
+    rival, _, _ = _contender(shape, name, torch.device("cpu"), torch.float32, ALL_RIVALS)
     assert engine is not None
-    assert isinstance(rival, Gathered)
     rank, size = dist.get_rank(), dist.get_world_size()
     homes = engine.layers["experts"].homes
     for weight, name in zip(rival.parameters, ("gate_up_proj", "down_proj"), strict=True):
@@ -51,15 +53,34 @@ def test_bench_layer(ranks, tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     assert ranks(2).run(run_command, path=str(path)) == [0, 0]
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 15
+    assert len(rows) == 18
     assert all(row["step_ms"] > 0 for row in rows)
     hot = next(row for row in rows if row["contender"] == "llep" and row["routing"] == "80:2")
     assert hot["imbalance_before"] > 1.3
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_rival_equals_engine(ranks) -> None:
-    ranks(2).run(rival_equals_engine)
+@pytest.mark.parametrize("name", ["fsdp_gather", "hf_a2a"])
+def test_rival_equals_engine(ranks, name: str) -> None:
+    ranks(2).run(rival_equals_engine, name=name)
+
+
+def train_command(path: str) -> int:
+    """Whole training steps of the tiny model on every rank of a pool."""
+    who = ["--contenders", "llep,fsep+llep,fsdp2,native_ep", "--routing", "balanced,80:2"]
+    sizes = ["--model", "tiny", "--num-layers", "2", "--rows", "2", "--length", "9", "--steps", "1"]
+    return main(["bench", "sft", *who, *sizes, "--slots-per-rank", "4", "--json", path])
+
+
+def test_bench_sft(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "sft.json"
+    assert ranks(2).run(train_command, path=str(path)) == [0, 0]
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["contender"] for row in rows} == {"llep", "fsep+llep", "fsdp2", "native_ep"}
+    for routing_name in ("balanced", "80:2"):
+        # One model, one batch, one routing: so one loss.
+        losses = [row["loss"] for row in rows if row["routing"] == routing_name]
+        assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
 def test_balanced_routing_is_balanced() -> None:

@@ -1,0 +1,90 @@
+"""What ``hf-laer bench sft`` trains, and who: configurations of well-known models, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_laer.config import STRATEGIES
+
+FSDP2, NATIVE = "fsdp2", "native_ep"
+CONTENDERS = (*STRATEGIES, FSDP2, NATIVE)
+_QWEN3: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _QWEN3,
+    "mixtral-8x7b": {
+        "family": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "family": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "tie_word_embeddings": False,
+    },
+    # To see that everything runs, on CPUs too.
+    "tiny": {
+        **_QWEN3,
+        "vocab_size": 67,
+        "hidden_size": 36,
+        "moe_intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 18,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all contenders train.
+
+    Args:
+        model: One of ``MODELS``.
+        layers: Decoder layers.
+        rows: Sequences per rank and step.
+        length: Tokens per sequence.
+        steps: Timed steps; three more come first.
+        checkpointing: Activation checkpointing, for all contenders.
+        attention: Transformers' attention implementation; ``None`` leaves the choice to the model.
+        laer: Settings of ``LaerConfig`` beside the strategy.
+    """
+
+    model: str
+    layers: int
+    rows: int
+    length: int
+    steps: int
+    checkpointing: bool
+    attention: str | None
+    laer: dict[str, Any]

@@ -1,0 +1,50 @@
+"""What the commands that run on all ranks of torchrun share."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def joined() -> Iterator[torch.device]:
+    """This rank's device; joins torchrun's processes, or is a world of its own."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    started = not dist.is_initialized()
+    if started:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def write_figures(path: Path, figures: dict[str, Any]) -> None:
+    """Figures and versions as JSON, written aside, then renamed."""
+    about = {"ranks": dist.get_world_size(), "torch": str(torch.__version__), "hf_laer": _version("hf_laer")}
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps(about | figures, indent=2), encoding="utf-8")
+    aside.replace(path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,206 @@
+"""Whole training steps of a real configuration with random weights and routing on demand, under Accelerate.
+
+Every contender trains the same model on the same tokens: the patched one, FSDP2 with ``grouped_mm``, and Transformers'
+own FSDP2 with expert parallelism. Routing is forced by a hook on the routers, after they have computed their logits, so
+that the cost of the router is that of the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_laer.bench.models import FSDP2, MODELS, NATIVE, Job
+from hf_laer.bench.routing import routing
+from hf_laer.config import LaerConfig
+from hf_laer.integrations.accelerate import LaerFSDPPlugin, enable_cpu_fsdp
+from hf_laer.integrations.bench import native_ep
+from hf_laer.integrations.transformers.families import is_experts
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One contender under one routing.
+
+    Args:
+        contender: A strategy, ``fsdp2`` or ``native_ep``.
+        routing: The scenario.
+        step_ms: Median milliseconds of a step, of the slowest rank.
+        tokens_per_second: Of one rank.
+        peak_gb: GiB on the fullest rank, everything counted; 0 on CPUs.
+        loss: Of the last step, on the first rank.
+    """
+
+    contender: str
+    routing: str
+    step_ms: float
+    tokens_per_second: float
+    peak_gb: float
+    loss: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def train(job: Job, contender: str, scenario: str, device: torch.device) -> Trained:
+    """Trains one contender under one routing. Collective over the world.
+
+    Raises:
+        ValueError: The contender needs a newer Transformers.
+    """
+    with _fresh(device), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model, optimizer, backward = _prepared(job, contender, device, Path(folder))
+        _force(model, scenario)
+        if job.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        vocabulary = model.config.vocab_size
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        ids = torch.randint(0, vocabulary, (job.rows, job.length), generator=generator).to(device)
+        return _timed(job, contender, scenario, device, lambda: _step(model, optimizer, backward, ids))
+
+
+def _step(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], None], ids: torch.Tensor) -> float:
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _timed(job: Job, contender: str, scenario: str, device: torch.device, step: Callable[[], Any]) -> Trained:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, loss = [], torch.zeros(())
+    for _ in range(job.steps + 3):
+        dist.barrier()
+        start = _now(device)
+        loss = step()
+        seconds.append(_now(device) - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    worst = torch.tensor([statistics.median(seconds[3:]), peak], dtype=torch.float64, device=device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    slowest, peak = worst.tolist()
+    return Trained(contender, scenario, slowest * 1e3, job.rows * job.length / slowest, peak, float(loss))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def _fresh(device: torch.device) -> Iterator[None]:
+    """Accelerate as in a new process, and the memory of the contender before given back."""
+    if device.type == "cpu":
+        enable_cpu_fsdp()
+    _reset()
+    try:
+        yield
+    finally:
+        _reset()
+
+
+def _reset() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _prepared(
+    job: Job, contender: str, device: torch.device, folder: Path
+) -> tuple[PreTrainedModel, torch.optim.Optimizer, Callable[[torch.Tensor], None]]:
+    if contender == NATIVE:
+        return _native(job, device, folder)
+    plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+    if contender == FSDP2:
+        made = FullyShardedDataParallelPlugin(**plugin)
+    else:
+        made = LaerFSDPPlugin(**plugin, laer=LaerConfig(strategy=contender, **job.laer))
+    mixed = "bf16" if device.type == "cuda" else "no"
+    accelerator = Accelerator(mixed_precision=mixed, fsdp_plugin=made, cpu=device.type == "cpu")
+    model = _random_model(job, device)
+    model.set_experts_implementation("grouped_mm")
+    prepared = accelerator.prepare(model, _optimizer(model, device))
+    return prepared[0], prepared[1], accelerator.backward
+
+
+def _native(job: Job, device: torch.device, folder: Path) -> Any:
+    """Transformers' own FSDP2 and expert parallelism, which only a checkpoint can be loaded into."""
+    if not native_ep.is_available():
+        raise ValueError(f"contender {NATIVE} needs {native_ep.NEEDS}")
+    from transformers.distributed import DistributedConfig
+
+    where = [str(folder)]
+    dist.broadcast_object_list(where)
+    if dist.get_rank() == 0:
+        _random_model(job, device).save_pretrained(where[0])
+    dist.barrier()
+    size = dist.get_world_size()
+    config = DistributedConfig(
+        fsdp_size=size, fsdp_mixed_precision=device.type == "cuda", ep_size=size, ep_implementation="all_to_all"
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        where[0], distributed_config=config, dtype=torch.float32, experts_implementation="grouped_mm"
+    )
+    dist.barrier()
+    # Its parameters lie on two meshes, which no foreach kernel takes.
+    return model.train(), _optimizer(model, device, foreach=False), lambda loss: loss.backward()
+
+
+def _random_model(job: Job, device: torch.device) -> PreTrainedModel:
+    sizes = dict(MODELS[job.model], num_hidden_layers=job.layers)
+    config = AutoConfig.for_model(sizes.pop("family"), **sizes)
+    settings = {} if job.attention is None else {"attn_implementation": job.attention}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **settings).train()
+
+
+def _optimizer(model: nn.Module, device: torch.device, **settings: Any) -> torch.optim.Optimizer:
+    # A rate of zero: random weights under forced routing would drift apart, and every step costs the same.
+    return torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda" or None, **settings)
+
+
+def _force(model: nn.Module, scenario: str) -> None:
+    """Replaces the routers' choices, not their weights."""
+    rank, made = dist.get_rank(), {}
+
+    def chosen(router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, scores, index = output
+        if index.shape not in made:
+            found = routing(scenario, len(index), logits.shape[-1], index.shape[1], rank, index.device)
+            made[index.shape] = found.to(index.dtype)
+        return logits, scores, made[index.shape]
+
+    routers = [module for block in model.modules() for module in _routers(block)]
+    if not routers:
+        raise ValueError("no router was found beside the experts")
+    for router in routers:
+        router.register_forward_hook(chosen)
+
+
+def _routers(block: nn.Module) -> Iterator[nn.Module]:
+    """The router of a block whose child is an experts module."""
+    children = dict(block.named_children())
+    if any(is_experts(child) for child in children.values()):
+        yield from (child for name, child in children.items() if name in ("gate", "router"))
