@@ -61,7 +61,7 @@ def _experts(parameters: list[nn.Parameter], top_k: int) -> Any:
     )
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
-        experts = Qwen3MoeExperts(config)
+        experts: Any = Qwen3MoeExperts(config)
     experts.gate_up_proj, experts.down_proj = up, down
     experts._is_expert_parallel = True
     return experts
