@@ -73,7 +73,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def tokens(rows: int, length: int, *, seed: int = 0, vocabulary: int = 67) -> torch.Tensor:
     """int64 ``[rows, length]`` random ids."""
-    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ UNEVEN: tuple[Batch, ...] = ((3, 7), (1, 5), (2, 9), (2, 4))
 
 def world_mesh() -> Any:
     """The mesh over all ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
 
 
 def patched(model: nn.Module, **config: Any) -> nn.Module:
@@ -32,7 +32,7 @@ def patched(model: nn.Module, **config: Any) -> nn.Module:
 def batch_of(rank: int, step: int = 0, batches: tuple[Batch, ...] = UNEVEN) -> torch.Tensor:
     """int64 ``[B, L]``, the ids of one rank and step; ranks differ in shape."""
     rows, length = batches[rank % len(batches)]
-    return tokens(rows, length, seed=1000 * step + rank)
+    return tokens(rows, length, seed=1000 * step + rank).to(torch.get_default_device())
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -181,12 +181,15 @@ def auxiliary(family: str, strategy: str) -> None:
     assert not torch.allclose(want[router], more[router])
 
 
-def half_precision(family: str, strategy: str, steps: int = 6) -> dict[str, tuple[float, float]]:
+def half_precision(
+    family: str, strategy: str, steps: int = 6, changes: dict[str, Any] | None = None
+) -> dict[str, tuple[float, float]]:
     """Errors of bf16 gradients against fp32, the unpatched model's and ours, by parameter, over several batches."""
+    sizes = changes or {}
     # Enough tokens that a near tie which rounding decides otherwise does not rule the result.
     batches = ((8, 16), (7, 12))
-    exact = tiny_model(family)
-    plain, model = (tiny_model(family, dtype=torch.bfloat16) for _ in range(2))
+    exact = tiny_model(family, **sizes)
+    plain, model = (tiny_model(family, dtype=torch.bfloat16, **sizes) for _ in range(2))
     for which in (plain, model):
         which.load_state_dict(exact.state_dict())
     exact.load_state_dict(plain.state_dict())

@@ -1,0 +1,90 @@
+"""Every strategy against the unpatched model on the GPUs of this host, Triton kernels and NCCL included.
+
+    torchrun --nproc_per_node=2 -m tests.gpu.equal
+
+fp32: loss, logits and every gradient to 1e-5 (sizes that divide nothing, and sizes that the grouped kernels take).
+bf16: each gradient's error against fp32 beside the unpatched model's own. Without GPUs it runs on CPUs, over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_laer.config import RECOMPUTE, STRATEGIES
+from tests.engine import cases, cases_edges
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+# Rows of 16 bytes in either precision, which grouped_mm wants.
+ALIGNED = {
+    "mixtral": {"hidden_size": 48, "intermediate_size": 40},
+    "qwen2_moe": {"hidden_size": 48, "moe_intermediate_size": 40},
+    "qwen3_moe": {"hidden_size": 48, "moe_intermediate_size": 40},
+    "gpt_oss": {"hidden_size": 48, "intermediate_size": 40},
+}
+
+
+def checkpointed(model: nn.Module) -> None:
+    """Switches activation checkpointing on."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def exact(family: str, strategy: str, recompute: str | None, sizes: dict[str, Any]) -> str:
+    """Raises unless equal to 1e-5; what was moved."""
+    config: dict[str, Any] = {"strategy": strategy, "history": 1}
+    if strategy.startswith("fsep"):
+        config["slots_per_rank"] = -(-8 // dist.get_world_size())
+    if recompute is not None:
+        config["recompute"] = recompute
+    prepare = None if recompute is None else checkpointed
+    moved = cases.equal_to_unpatched(family, config, prepare, sizes)
+    return f"spilled {moved['spilled']}, moved {moved['moved']}"
+
+
+def half(family: str, strategy: str) -> str:
+    """The worst ratio of our error to the unpatched model's; raises where it is above 1.5."""
+    found = cases_edges.half_precision(family, strategy, changes=ALIGNED[family])
+    ratio, name = max((ours / (theirs + 1e-3), name) for name, (theirs, ours) in found.items())
+    assert ratio <= 1.5, f"{name}: {found[name]}"
+    return f"bf16 error at most {ratio:.2f} times the unpatched model's ({name})"
+
+
+def main() -> int:
+    """Runs all and prints a line for each on the first rank; the number of failures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    failures = 0
+    for family, strategy in itertools.product(args.families.split(","), args.strategies.split(",")):
+        jobs = {"fp32": lambda f, s: exact(f, s, None, {}), "fp32, aligned": lambda f, s: exact(f, s, None, ALIGNED[f])}
+        jobs |= {f"recompute {how}": lambda f, s, how=how: exact(f, s, how, ALIGNED[f]) for how in RECOMPUTE}
+        for name, job in {**jobs, "bf16": half}.items():
+            started = time.perf_counter()
+            try:
+                said = job(family, strategy)
+            except AssertionError as error:
+                said, failures = f"FAILED: {error}", failures + 1
+            if dist.get_rank() == 0:
+                sys.stdout.write(f"{family} {strategy} {name}: {said} ({time.perf_counter() - started:.1f} s)\n")
+                sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
