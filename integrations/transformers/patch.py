@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import GenerationMixin
 
 from hf_laer.config import LaerConfig
 from hf_laer.engine import Engine
@@ -139,6 +140,10 @@ def _shard_now(model: nn.Module, engine: Engine, mesh: DeviceMesh) -> None:
         unpatch_model(model)
         raise
     follow([(old, engine.layers[name].homes[key].parameter) for name, key, old in before])
+    for part in model.modules():
+        if isinstance(part, GenerationMixin):
+            # As fully_shard does: generate() then lets no rank stop before the others do.
+            part.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def _ranks_per_node(config: LaerConfig) -> int:
