@@ -50,6 +50,10 @@ class LaerConfig:
             unsharded experts in memory.
         recompute: Under activation checkpointing, ``layer`` repeats dispatch, experts and combine; ``experts``
             keeps the dispatched rows and the output, so that the replay issues no collective.
+        check_collectives: For finding out why ranks hang or part: before each collective all its ranks compare, by
+            the process group's store, which one it is, for which layer and micro-batch, its sizes, and a hash of each
+            plan; where they differ, or one does not come within the group's time limit, an error says who, where and
+            what. Slow: the host waits for all ranks each time.
 
     Raises:
         ValueError: A setting is impossible; the message names it and the remedy.
@@ -69,6 +73,7 @@ class LaerConfig:
     reduce_dtype: str | None = None
     prefetch: bool = True
     recompute: str = "layer"
+    check_collectives: bool = False
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, STRATEGIES)
@@ -82,6 +87,8 @@ class LaerConfig:
         for name in ("slots_per_rank", "group_size", "ranks_per_node"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
+        if not isinstance(self.check_collectives, bool):
+            raise ValueError(f"check_collectives={self.check_collectives!r} must be true or false")
         for name in ("compute_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
                 _one_of(name, getattr(self, name), DTYPES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
 from hf_laer.plan import compile_kernels
 from hf_laer.plan.owners import chunk_owners
-from hf_laer.plan.types import EMPTY, Placement, Plan
+from hf_laer.plan.types import EMPTY, Placement, Plan, digest_of
 from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
@@ -64,6 +64,7 @@ class Engine:
         self.compute_dtype = _dtype(config.compute_dtype)
         self.reduce_dtype = _dtype(config.reduce_dtype)
         self._groups = [range(1)]
+        self._announced = 0
         self._tuners: dict[str, LayerTuner] = {}
         self._held: dict[str, np.ndarray] = {}
         self._steps: dict[str, int] = {}
@@ -125,7 +126,7 @@ class Engine:
         """
         try:
             groups = self._checked_groups(mesh)
-            self.comms = communicators(mesh, len(groups[0]), self.watch)
+            self.comms = communicators(mesh, len(groups[0]), self.watch, self.config.check_collectives)
         except ValueError:
             self.restore(detached)
             raise
@@ -238,6 +239,8 @@ class Engine:
         loads, placements = self._gather(layer, counts)
         started = time.perf_counter()
         plans = self._plans(loads, placements)
+        if self.config.check_collectives and needs_loads(self.config):
+            self.comms.weights.agree("plan", _digests(loads, plans))
         mine = plans[min(self.comms.weights.rank // len(self._groups[0]), len(plans) - 1)]
         tokens = self.comms.tokens
         group = self._my_rows(loads)
@@ -274,7 +277,9 @@ class Engine:
         """Sends for a layer's experts ahead of time."""
         if what is not None and self.config.prefetch:
             name, table = what
-            self.unsharder.expect(self.layers[name].want(table, dtype, device, era), self.comms.weights)
+            where = self.watch.where
+            with self.watch.at(replace(where, layer=name, phase=f"{where.phase}, ahead")):
+                self.unsharder.expect(self.layers[name].want(table, dtype, device, era), self.comms.weights)
 
     def _foreseen(self, layer: MoELayer) -> SlotTable | None:
         """The experts that a layer's next plan will hold at least, in each rank's first slots."""
@@ -283,6 +288,13 @@ class Engine:
         if not relays(self.config):
             return None
         return _table_of(self._tuner(layer).layout)
+
+    @torch.compiler.disable
+    def announce(self, model: nn.Module, *_: Any) -> None:
+        """Under ``check_collectives``, a hook before the whole model's forward, whose first collective is FSDP's."""
+        self.watch.where = Where("the model", "forward" if model.training else "evaluation", self._announced)
+        self._announced += 1
+        self.comms.weights.agree("call", {"gradients": str(torch.is_grad_enabled())})
 
     def _check_sharded(self, layer: MoELayer) -> None:
         if not self.is_sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -378,6 +390,13 @@ def _holds(placement: Placement, num_experts: int) -> np.ndarray:
 def _table_of(placements: list[Placement]) -> SlotTable:
     """The experts in each rank's slots, group after group."""
     return tuple(tuple(one.held_by(rank).tolist()) for one in placements for rank in range(one.num_ranks))
+
+
+def _digests(loads: np.ndarray, plans: list[Plan]) -> dict[str, str]:
+    """What all ranks must have alike in a plan, each part by a hash."""
+    splits = [part for plan in plans for part in (plan.split.first, plan.split.rank, plan.split.slot, plan.split.end)]
+    parts = {"loads": [loads], "placement": [plan.placement.slots for plan in plans], "split": splits}
+    return {name: digest_of(*arrays)[:12] for name, arrays in parts.items()}
 
 
 def _slot_counts(plan: Plan, rank: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -48,4 +48,8 @@ class Communicator(Protocol):
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host of what was received, or follows from it."""
+        ...
+
+    def agree(self, what: str, parts: Mapping[str, str]) -> None:
+        """Under ``check_collectives``, compares ``parts`` over the ranks; else does nothing."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -10,8 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_laer.comm.base import Communicator
+from hf_laer.comm.check import Check, CheckedCommunicator
 from hf_laer.comm.local import LocalCommunicator
 from hf_laer.comm.process_group import ProcessGroupCommunicator
 from hf_laer.comm.watch import Watch
@@ -35,7 +38,7 @@ class Communicators:
     replicas: Communicator = field(default_factory=LocalCommunicator)
 
 
-def communicators(mesh: DeviceMesh, group_size: int, watch: Watch) -> Communicators:
+def communicators(mesh: DeviceMesh, group_size: int, watch: Watch, check: bool = False) -> Communicators:
     """Makes and warms the groups of a 1-D (shard) or 2-D (replicate, shard) mesh.
 
     Collective over all ranks of the world: each rank makes every group, in the same order.
@@ -44,6 +47,7 @@ def communicators(mesh: DeviceMesh, group_size: int, watch: Watch) -> Communicat
         mesh: The FSDP mesh.
         group_size: Consecutive ranks of the shard dimension that exchange tokens.
         watch: Told the rank and the groups' time limit; errors and long waits are reported through it.
+        check: Ranks compare every collective before they issue it (:mod:`hf_laer.comm.check`).
 
     Raises:
         ValueError: The mesh leaves ranks out.
@@ -59,7 +63,7 @@ def communicators(mesh: DeviceMesh, group_size: int, watch: Watch) -> Communicat
     blocks = [row[i : i + group_size] for row in rows for i in range(0, len(row), group_size)]
     timeout = group_timeout(mesh.device_type)
     watch.begin(dist.get_rank(), timeout.total_seconds())
-    mine = partial(_mine, timeout=timeout, watch=watch)
+    mine = partial(_mine, timeout=timeout, watch=watch, check=_check(watch) if check else None)
     made = Communicators(
         tokens=mine(blocks, "tokens"), weights=mine(rows, "weights"), replicas=mine(columns, "replicas")
     )
@@ -74,7 +78,16 @@ def group_timeout(device_type: str) -> timedelta:
     return world._get_backend(torch.device(device_type)).options._timeout
 
 
-def _mine(partition: list[tuple[int, ...]], purpose: str, timeout: timedelta, watch: Watch) -> Communicator:
+def _check(watch: Watch) -> Check:
+    """A check under a name of its own in the ranks' store. Collective over the world."""
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0)
+    return Check(dist.PrefixStore(f"hf_laer/{name[0]}", _get_default_store()), watch)
+
+
+def _mine(
+    partition: list[tuple[int, ...]], purpose: str, timeout: timedelta, watch: Watch, check: Check | None
+) -> Communicator:
     """The communicator of this rank's part; parts of one rank need no process group."""
     if len(partition[0]) == 1:
         return LocalCommunicator()
@@ -86,7 +99,8 @@ def _mine(partition: list[tuple[int, ...]], purpose: str, timeout: timedelta, wa
             known[purpose, ranks] = dist.new_group(list(ranks), timeout, group_desc=f"hf_laer_{purpose}")
     me = dist.get_rank()
     ranks = next(ranks for ranks in partition if me in ranks)
-    return ProcessGroupCommunicator(known[purpose, ranks], purpose, watch)
+    comm = ProcessGroupCommunicator(known[purpose, ranks], purpose, watch)
+    return comm if check is None else CheckedCommunicator(comm, purpose, ranks, check)
 
 
 def _warm(made: Communicators, device_type: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,3 +44,6 @@ class LocalCommunicator:
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host."""
         return tensor.cpu()
+
+    def agree(self, what: str, parts: Mapping[str, str]) -> None:
+        """Nothing: there is nobody to differ from."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,6 +83,9 @@ class ProcessGroupCommunicator:
         """A copy on the host; under NCCL this is where a rank waits for the others."""
         with self.watch.waits(f"{self.purpose} to arrive", self.watch.where):
             return tensor.cpu()
+
+    def agree(self, what: str, parts: Mapping[str, str]) -> None:
+        """Nothing: see :mod:`hf_laer.comm.check`."""
 
     def _start(
         self, kind: str, start: Callable[[], dist.Work], received: torch.Tensor, sent: torch.Tensor

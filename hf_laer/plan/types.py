@@ -123,11 +123,17 @@ class Plan:
 
     def digest(self) -> str:
         """A hash of every decision, equal on two ranks only if they would do the same."""
-        sha = hashlib.sha256()
-        for part in (self.placement.slots, self.split.first, self.split.rank, self.split.slot, self.split.end):
-            sha.update(np.ascontiguousarray(part, np.int64).tobytes())
-            sha.update(str(part.shape).encode())
-        return sha.hexdigest()
+        split = self.split
+        return digest_of(self.placement.slots, split.first, split.rank, split.slot, split.end)
+
+
+def digest_of(*arrays: np.ndarray) -> str:
+    """A hash of whole numbers and their shapes."""
+    sha = hashlib.sha256()
+    for array in arrays:
+        sha.update(np.ascontiguousarray(array, np.int64).tobytes())
+        sha.update(str(array.shape).encode())
+    return sha.hexdigest()
 
 
 def imbalance(rank_loads: np.ndarray) -> float:

@@ -74,6 +74,8 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
             model = _shard_around(engine, lambda: original(accelerator, model), **arguments)
     settle_adapters(model)
     register_state_hooks(accelerator, engine)
+    if engine.config.check_collectives:
+        model.register_forward_pre_hook(engine.announce, prepend=True)
     _say(engine)
     return model
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.pool import RankFailure, RankPool
-from tests.reports import cases_faults
+from tests.pool import RankFailure
+from tests.reports import cases_check, cases_faults
 
 LIMIT = 3.0
 WHERE = re.compile(
     r"rank (\d): the (all-gather|all-to-all|all-reduce) of (tokens|weights) in (model\.layers\.\d\.mlp\.experts), "
     r"(forward|backward) of micro-batch (\d) failed after"
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Processes of these tests' own: what they break is nobody else's."""
-    made = RankPool(3)
-    yield made
-    made.stop()
 
 
 def check_told(results: list[dict], limit: float) -> list[re.Match[str]]:
@@ -43,23 +34,23 @@ def check_told(results: list[dict], limit: float) -> list[re.Match[str]]:
 
 
 @pytest.mark.parametrize(("strategy", "fault"), [("llep", "raises in forward"), ("fsep", "raises in backward")])
-def test_a_rank_raises(pool, tmp_path, strategy: str, fault: str) -> None:
-    results = pool.run(cases_faults.fails, folder=str(tmp_path), strategy=strategy, fault=fault, limit=LIMIT)
+def test_a_rank_raises(ranks, tmp_path, strategy: str, fault: str) -> None:
+    results = ranks(3).run(cases_faults.fails, folder=str(tmp_path), strategy=strategy, fault=fault, limit=LIMIT)
     assert results[1]["kind"] == "ArithmeticError"
     for match in check_told(results, LIMIT):
         assert match[4] == "model.layers.1.mlp.experts"
         assert (match[5], match[6]) == (fault.split()[-1], "1")
 
 
-def test_a_rank_has_fewer_batches(pool, tmp_path) -> None:
-    results = pool.run(cases_faults.has_fewer_batches, folder=str(tmp_path), strategy="llep", limit=LIMIT)
+def test_a_rank_has_fewer_batches(ranks, tmp_path) -> None:
+    results = ranks(3).run(cases_faults.has_fewer_batches, folder=str(tmp_path), strategy="llep", limit=LIMIT)
     assert not results[1]["kind"]
     for match in check_told(results, LIMIT):
         assert match.groups()[1:] == ("all-gather", "weights", "model.layers.0.mlp.experts", "forward", "2")
 
 
-def test_a_late_rank_is_reported(pool, tmp_path) -> None:
-    messages = pool.run(cases_faults.is_late, folder=str(tmp_path), limit=LIMIT)
+def test_a_late_rank_is_reported(ranks, tmp_path) -> None:
+    messages = ranks(3).run(cases_faults.is_late, folder=str(tmp_path), limit=LIMIT)
     assert not messages[1]
     for rank in (0, 2):
         assert len(messages[rank]) == 1
@@ -67,9 +58,71 @@ def test_a_late_rank_is_reported(pool, tmp_path) -> None:
         assert "all-gather of weights in model.layers.0.mlp.experts, forward of micro-batch 1" in messages[rank][0]
 
 
-def test_a_rank_dies(pool, tmp_path) -> None:
+def check_parted(results: list[dict], limit: float, *words: str) -> None:
+    """Every rank got our error, at once, and it names rank 1 and all the words."""
+    for rank, result in enumerate(results):
+        assert result["kind"] == "CollectiveError", result
+        assert result["seconds"] < limit
+        assert f"check_collectives, rank {rank}, before" in result["message"]
+        for word in words:
+            assert word in result["message"], (word, result["message"])
+
+
+FIRST, SECOND = (f"model.layers.{i}.mlp.experts" for i in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "words"),
+    [
+        (
+            "plan",
+            "fsep",
+            ["plan of weights", FIRST, "rank 1 is at", "differs in placement (", "micro-batch 1"],
+        ),
+        ("plan", "llep", ["plan of weights", FIRST, "rank 1 is at", "differs in placement (", "micro-batch 1"]),
+        (
+            "order",
+            "llep",
+            ["ranks 0, 2 are at the all-gather of weights", FIRST, "rank 1 is at", "differs in layer", SECOND],
+        ),
+        ("more", "fsep", ["rank 1 is at the all-gather of weights", FIRST, "micro-batch 2", "backward"]),
+        ("more", "llep", ["rank 1 is at the all-gather of weights", FIRST, "micro-batch 2", "backward"]),
+        ("sizes", "ep", ["rank 1 sends 2 rows to rank 2, which expects 1"]),
+    ],
+)
+def test_ranks_that_part_are_told_where(ranks, tmp_path, fault: str, strategy: str, words: list[str]) -> None:
+    limit = 30.0
+    results = ranks(3).run(cases_check.parts, folder=str(tmp_path), fault=fault, strategy=strategy, limit=limit)
+    check_parted(results, limit / 2, *words)
+
+
+def test_a_rank_with_one_more_forward_is_told_who_does_not_come(ranks, tmp_path) -> None:
+    results = ranks(3).run(cases_check.parts, folder=str(tmp_path), fault="evaluates", strategy="llep", limit=LIMIT)
+    assert not results[0]["kind"]
+    assert not results[2]["kind"]
+    assert LIMIT <= results[1]["seconds"] < LIMIT + 3
+    for rank in (0, 2):
+        words = f"rank {rank} has not come in 3 s; its last was the all-to-all of tokens"
+        assert words in results[1]["message"], results[1]["message"]
+    assert f"in {FIRST}, backward of micro-batch 1" in results[1]["message"]
+
+
+def test_a_forward_on_one_rank_is_found_before_fsdp_waits(ranks, tmp_path) -> None:
+    results = ranks(3).run(cases_check.prepared, folder=str(tmp_path), limit=LIMIT)
+    assert results[1]["kind"] == "CollectiveError", results[1]
+    assert "call of weights" in results[1]["message"]
+    assert "rank 0 has not come" in results[1]["message"]
+
+
+def test_checked_training_equals_the_unpatched_model(ranks) -> None:
+    checks = ranks(4).run(cases_check.sound, strategy="llep")
+    assert min(checks) == max(checks) > 3 * 2 * 8
+    ranks(4).run(cases_check.sound, strategy="fsep", group_size=2)
+
+
+def test_a_rank_dies(ranks, tmp_path) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
-        pool.run(cases_faults.dies, folder=str(tmp_path))
+        ranks(3).run(cases_faults.dies, folder=str(tmp_path))
     for rank in (0, 2):
         seconds, message = Path(tmp_path, f"{rank}.txt").read_text().split(" ", 1)
         assert float(seconds) < 5
