@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-COMMANDS = ("simulate", "bench", "merge")
+COMMANDS = ("simulate", "bench", "merge", "soak")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,174 @@
+"""One part of a soak, on one rank: trains under Accelerate, compares with the shadow, saves."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_laer.config import LaerConfig
+from hf_laer.plan.types import imbalance
+from hf_laer.soak.shadow import Compared, Shadow, gradients_of, same_state, state_of
+from hf_laer.soak.task import CLIP, Settings, batch, loss_of, optimizer_of, tiny_model
+
+SAMPLE = 10
+
+
+@dataclass
+class Told:
+    """What one rank tells of its part.
+
+    Args:
+        losses: Each step's mean over ranks and micro-batches.
+        evaluations: Losses of evaluations.
+        compared: Steps beside the shadow's (rank 0 only).
+        lost: What a resume did not bring back as it was saved (rank 0 only).
+        memory: Step and resident bytes, now and then.
+        before: Mean of max/mean over ranks of the owners' loads.
+        after: Likewise of the loads computed.
+        spilled: Tokens.
+        moved: Replicas.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    compared: list[dict[str, Any]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    before: float = 0.0
+    after: float = 0.0
+    spilled: int = 0
+    moved: int = 0
+
+
+class Part:
+    """Steps ``start`` to ``stop`` on this rank.
+
+    Args:
+        settings: The soak's.
+        folder: Where checkpoints are.
+        start: First step; where it is not 0, the part resumes.
+        stop: One past the last.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, start: int, stop: int) -> None:
+        self.settings, self.folder, self.start, self.stop = settings, folder, start, stop
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.accelerator, self.model, self.optimizer = _prepared(settings, self.ranks)
+        self.shadow = Shadow(settings) if self.rank == 0 else None
+        self.told = Told()
+        self.records = 0
+
+    def run(self) -> dict[str, Any]:
+        """Trains; the result is :class:`Told`'s fields."""
+        from hf_laer.integrations.transformers import get_engine
+
+        engine = get_engine(self.model)
+        assert engine is not None
+        if self.start:
+            self._resume()
+        for step in range(self.start, self.stop):
+            if step % self.settings.check == 0 or step == self.start:
+                self._compared_step(step)
+            else:
+                self.told.losses.append(self._step(step))
+            if (step + 1) % self.settings.evaluate == 0:
+                self.told.evaluations.append(self._evaluate())
+            if step % SAMPLE == 0:
+                self.told.memory.append((step, resident_bytes()))
+            self._note(engine.recorder.drain())
+        self._save()
+        return asdict(self.told)
+
+    def _step(self, step: int, looked: Any = None) -> float:
+        """One optimizer step; ``looked`` is called once the gradients are whole. Returns the mean loss."""
+        mine = range(self.rank, self.settings.streams, self.ranks)
+        total = torch.zeros(())
+        for stream in mine:
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, batch(self.settings, step, stream))
+                self.accelerator.backward(loss)
+                total += loss.detach()
+                if self.accelerator.sync_gradients:
+                    if looked is not None:
+                        looked()
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        dist.all_reduce(total)
+        return total.item() / self.settings.streams
+
+    def _compared_step(self, step: int) -> None:
+        before, gradients = state_of(self.model, self.optimizer), {}
+        self.told.losses.append(self._step(step, lambda: gradients.update(gradients_of(self.model))))
+        after = state_of(self.model, self.optimizer)
+        if self.shadow is not None:
+            found: Compared = self.shadow.compare(step, before, gradients, after)
+            self.told.compared.append(asdict(found))
+        gc.collect()
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        self.model.eval()
+        total = loss_of(self.model, batch(self.settings, -1, self.rank))
+        self.model.train()
+        dist.all_reduce(total)
+        return total.item() / self.ranks
+
+    def _note(self, records: list[Any]) -> None:
+        for record in records:
+            self.told.before += imbalance(record.loads_before)
+            self.told.after += imbalance(record.loads_after)
+            self.told.spilled += record.spilled
+            self.told.moved += record.moved
+        self.records += len(records)
+
+    def _save(self) -> None:
+        """The checkpoint, and beside it the state in full, to which a resume is held."""
+        count = max(1, self.records)
+        self.told.before, self.told.after = self.told.before / count, self.told.after / count
+        self.accelerator.save_state(str(self.folder / f"step-{self.stop}"))
+        state = state_of(self.model, self.optimizer)
+        if self.rank == 0:
+            torch.save(state, self.folder / f"state-{self.stop}.pt")
+        dist.barrier()
+
+    def _resume(self) -> None:
+        self.accelerator.load_state(str(self.folder / f"step-{self.start}"))
+        got = state_of(self.model, self.optimizer)
+        if self.rank == 0:
+            want = torch.load(self.folder / f"state-{self.start}.pt", weights_only=True)
+            self.told.lost = same_state(got, want)
+
+
+def _prepared(settings: Settings, ranks: int) -> tuple[Any, Any, Any]:
+    """The accelerator, the patched model with activation checkpointing, and its optimizer."""
+    from accelerate import Accelerator
+
+    from hf_laer.integrations.accelerate import LaerFSDPPlugin, enable_cpu_fsdp
+
+    enable_cpu_fsdp()
+    config = LaerConfig(strategy=settings.strategy, min_tokens_per_gemm=1, imbalance_threshold=1.0)
+    plugin = LaerFSDPPlugin(laer=config, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False)
+    accumulation = settings.streams // ranks
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
+    model = tiny_model(settings.seed)
+    # Transformers renames it.
+    switch = "activation_checkpointing_enable"
+    getattr(model, switch if hasattr(model, switch) else "gradient_checkpointing_enable")()
+    return accelerator, *accelerator.prepare(model, optimizer_of(model))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, or 0 where the system does not say."""
+    gc.collect()
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
