@@ -16,7 +16,6 @@ from torch import nn
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.plan.types import Placement
-from hf_laer.shard.exchange import unshard
 from hf_laer.tuner import _version
 from tests.engine.cases import (
     average_dense_gradients,
@@ -90,9 +89,8 @@ def _copies_agree(model: nn.Module, experts: int) -> None:
     engine = engine_of(model)
     ranks = dist.get_world_size()
     for layer in engine.layers.values():
-        slots = unshard(
-            layer.homes, ((0,),) * ranks, engine.comms.weights, engine.pool, torch.float32, torch.device("cpu")
-        )
+        want = layer.want(((0,),) * ranks, torch.float32, torch.device("cpu"), engine.era())
+        slots = engine.unsharder.finish(engine.unsharder.begin(want, engine.comms.weights))
         for name, stacks in slots.items():
             copy = next(stack for stack in reversed(stacks) if len(stack))
             whole = full(layer.module.get_parameter(name).data)
