@@ -1,0 +1,71 @@
+"""``hf-laer soak``: short runs that must be good, and faults that a soak must find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_laer.cli.main import main
+from hf_laer.soak.run import report, slope
+from hf_laer.soak.task import Settings, batch
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    """One rank's account of a part of which nothing is to be said."""
+    near = {"step": 0, "gradient": 1e-7, "update": 1e-7, "gradient_of": "a", "update_of": "b"}
+    memory = [[step, 2**29 + 100 * step] for step in range(0, 500, 10)]
+    good = {"losses": [1.0, 1.1] * 250, "evaluations": [1.0], "compared": [near], "lost": [], "memory": memory}
+    return {**good, "before": 2.0, "after": 1.1, "spilled": 3, "moved": 0, **changes}
+
+
+def verdicts(*parts: dict[str, Any], plain: list[float] | None = None) -> list[bool | None]:
+    """Good, not good or neither, line by line."""
+    return [line.good for line in report([[part] for part in parts], plain or [1.0, 1.1] * 250 * len(parts))]
+
+
+def test_a_report_finds_what_is_wrong() -> None:
+    far = {"step": 7, "gradient": 2e-5, "update": 1e-7, "gradient_of": "router", "update_of": "b"}
+    leak = [[step, 2**29 + 2200 * step] for step in range(0, 500, 10)]
+    assert verdicts(told(), told()) == [True, True, True, True, True, None]
+    assert verdicts(told(), told(compared=[far])) == [False, True, True, True, True, None]
+    assert verdicts(told(compared=[{**far, "gradient": 0.0, "update": 2e-5}])) == [True, False, True, True, True, None]
+    assert verdicts(told(lost=["exp_avg of router"])) == [True, True, False, True, True, None]
+    assert verdicts(told(), plain=[1.02, 1.12] * 250) == [True, True, True, False, True, None]
+    assert verdicts(told(memory=leak)) == [True, True, True, True, False, None]
+    assert verdicts(told(memory=leak[:9])) == [True, True, True, True, None, None]
+
+
+def test_slope_is_in_megabytes_per_thousand_steps() -> None:
+    assert slope([[step, 10**9 + 3 * 2**20 * step // 1000] for step in range(0, 500, 10)]) == pytest.approx(3, rel=1e-3)
+
+
+def test_streams_do_not_depend_on_the_ranks_of_a_part() -> None:
+    settings = Settings(steps=1000, ranks=4, part=300)
+    assert settings.parts() == [(0, 300, 4), (300, 600, 2), (600, 900, 4), (900, 1000, 2)]
+    assert settings.streams == 8
+    assert Settings(ranks=3).streams == 6
+    first, later = (batch(settings, step, 0).float().mean() for step in (0, 900))
+    assert abs(first - later) > 1, "the data do not drift"
+
+
+def test_bad_settings() -> None:
+    assert main(["soak", "--steps", "0"]) == 2
+
+
+def test_a_short_soak(capsys) -> None:
+    """Two ranks, then one that resumes."""
+    arguments = "soak --strategy fsep --steps 16 --ranks 2 --part 8 --check 4 --evaluate 5"
+    assert main(arguments.split()) == 0
+    out = capsys.readouterr().out
+    assert out.count("good") == 4
+    assert "1 resumes, 0 tensors changed" in out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["llep", "fsep+llep"])
+def test_a_longer_soak(strategy: str, capsys) -> None:
+    """Four ranks and two in turns, with resumes from four to two and back."""
+    arguments = f"soak --strategy {strategy} --steps 150 --ranks 4 --part 50 --check 10 --evaluate 25"
+    assert main(arguments.split()) == 0, capsys.readouterr().out
