@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -75,7 +76,10 @@ def group_timeout(device_type: str) -> timedelta:
     """The time limit that the user gave the default process group; a new group would have its back end's default."""
     world = dist.group.WORLD
     assert world is not None
-    return world._get_backend(torch.device(device_type)).options._timeout
+    try:
+        return world._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):  # a back end that does not say
+        return default_pg_timeout
 
 
 def _check(watch: Watch) -> Check:
