@@ -56,18 +56,19 @@ def poisoned() -> Iterator[None]:
 
 
 def unwritten_memory(strategy: str) -> None:
-    """Three bf16 steps, some experts empty, in clean and in poisoned memory: finite, and bitwise equal."""
-    clean = _bf16_steps(strategy)
-    with poisoned():
-        dirty = _bf16_steps(strategy, poison=True)
-    for step, (ours, theirs) in enumerate(zip(dirty, clean, strict=True)):
-        for name, value in ours.items():
-            assert value.isfinite().all(), f"{name} at step {step}"
-            assert torch.equal(value, theirs[name]), f"{name} at step {step}"
+    """Three steps, some experts empty, in clean and in poisoned memory: finite, and bitwise equal."""
+    for dtype in (torch.bfloat16, torch.float32):
+        clean = _three_steps(strategy, dtype)
+        with poisoned():
+            dirty = _three_steps(strategy, dtype, poison=True)
+        for step, (ours, theirs) in enumerate(zip(dirty, clean, strict=True)):
+            for name, value in ours.items():
+                assert value.isfinite().all(), f"{name} at step {step} in {dtype}"
+                assert torch.equal(value, theirs[name]), f"{name} at step {step} in {dtype}"
 
 
-def _bf16_steps(strategy: str, poison: bool = False) -> list[dict[str, torch.Tensor]]:
-    model = patched(tiny_model("gpt_oss", dtype=torch.bfloat16), strategy=strategy, history=1)
+def _three_steps(strategy: str, dtype: torch.dtype, poison: bool = False) -> list[dict[str, torch.Tensor]]:
+    model = patched(tiny_model("gpt_oss", dtype=dtype), strategy=strategy, history=1)
     chosen(model.model.layers[1].mlp.experts, (1, 6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     engine = get_engine(model)
