@@ -47,7 +47,8 @@ def examples(draw: Any) -> Example:
     """Any example; one token attends to itself alone, and has no gradient but rounding there: so there are two."""
     ranks = draw(st.integers(1, 4))
     family = draw(st.sampled_from(FAMILIES))
-    experts = draw(st.integers(1, 9))
+    # DeepSeek's router picks groups by their two best.
+    experts = draw(st.integers(2 if family == "deepseek_v3" else 1, 9))
     replicas = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
     batch = st.one_of(st.tuples(st.integers(1, 3), st.integers(2, 9)), st.just((0, 3)))
     return Example(
@@ -88,19 +89,56 @@ def explore(ranks: Any, count: int, **how: Any) -> None:
 
 
 def test_random_models(ranks) -> None:
-    explore(ranks, 60, derandomize=True)
+    explore(ranks, 40, derandomize=True)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_many_random_models(ranks) -> None:
-    explore(ranks, 600)
+    explore(ranks, 500)
 
 
-# What was once found.
-PINNED: tuple[Example, ...] = ()
+# Corners that a random search seldom meets, and what it finds.
+PINNED = (
+    Example(
+        ranks=4,
+        family="qwen3_moe",
+        experts=2,
+        top_k=1,
+        config={"strategy": "fsep+llep", "min_tokens_per_gemm": 1, "recompute": "experts"},
+        routing="moving",
+        batches=((2, 5), (0, 3), (1, 9), (0, 3)),
+        replicas=2,
+        checkpointing=True,
+        accumulate=True,
+        evaluate=True,
+    ),
+    Example(
+        ranks=4,
+        family="gpt_oss",
+        experts=1,
+        top_k=1,
+        config={"strategy": "llep", "min_tokens_per_gemm": 1, "imbalance_threshold": 1.0},
+        routing="one",
+        batches=((1, 2), (0, 3), (3, 9), (0, 3)),
+        frozen=("gate_up", "down", "router"),
+        bf16=True,
+    ),
+    Example(
+        ranks=3,
+        family="deepseek_v3",
+        experts=9,
+        top_k=4,
+        config={"strategy": "fsep", "slots_per_rank": 3, "history": 1},
+        routing="last",
+        batches=((0, 3), (0, 3), (2, 7)),
+        frozen=("dense",),
+        frozen_layer=0,
+        checkpointing=True,
+    ),
+)
 
 
-@pytest.mark.parametrize("example", PINNED)
+@pytest.mark.parametrize("example", PINNED, ids=["replicas", "frozen", "empty"])
 def test_pinned(ranks, example: Example) -> None:
     ranks(example.ranks).run(cases_fuzz.compare, example=example)
