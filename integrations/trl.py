@@ -50,7 +50,9 @@ class LaerCallback(TrainerCallback, ExportableState):
     The logs get, over the MoE layers and micro-batches since the last log: ``laer/imbalance_before`` and
     ``laer/imbalance_after`` (mean of max/mean tokens over ranks), ``laer/imbalance_before_max`` and
     ``laer/imbalance_after_max`` (the worst), ``laer/spilled`` (tokens) and ``laer/moved`` (replicas), both
-    summed, and ``laer/plan_ms`` (mean host time of one plan).
+    summed, ``laer/plan_ms`` (mean host time of one plan), ``laer/expert_imbalance`` (mean of max/mean tokens over
+    experts) and ``laer/experts_active`` (mean share of experts that got a token). However many layers and experts
+    there are, these are all; :attr:`records` and the trace have the rest.
     """
 
     def __init__(
@@ -165,7 +167,8 @@ class _Window:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = dict.fromkeys(("imbalance_before", "imbalance_after", "spilled", "moved", "plan_ms"), 0.0)
+        means = ("imbalance_before", "imbalance_after", "plan_ms", "expert_imbalance", "experts_active")
+        self._sums = dict.fromkeys((*means, "spilled", "moved"), 0.0)
         self._worst = dict.fromkeys(("imbalance_before", "imbalance_after"), 0.0)
 
     def add(self, record: LayerRecord) -> None:
@@ -176,6 +179,8 @@ class _Window:
             "spilled": record.spilled,
             "moved": record.moved,
             "plan_ms": 1e3 * record.plan_seconds,
+            "expert_imbalance": imbalance(record.expert_loads),
+            "experts_active": float((record.expert_loads > 0).mean()),
         }
         self.count += 1
         for key, number in numbers.items():

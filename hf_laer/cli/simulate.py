@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float, default=1.3, help="LLEP's lambda")
     parser.add_argument("--interval", type=int, default=20, help="steps between moves of eplb, lplb, smartmoe")
     parser.add_argument("--history", type=int, default=8, help="steps that fsep and fsep+llep forecast from")
-    parser.add_argument("--group-size", type=int, help="tokens stay in groups of ranks (laer, fsep, fsep+llep)")
+    parser.add_argument("--group-size", type=int, help="tokens stay in groups of so many ranks")
     parser.add_argument("--warmup", type=int, default=5, help="steps not counted")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--regret", action="store_true", help="also say what staleness costs (twice the work)")

@@ -22,6 +22,8 @@ TARGETS = {
     "llep, 384 experts x 8 ranks": 100e-6,
     "llep, 384 experts x 64 ranks": 1e-3,
     "exact split, 128 experts x 64 ranks": 200e-6,
+    "exact split, 128 experts x 64 ranks, 4 slots": 200e-6,
+    "exact split, 128 experts x 64 ranks, 8 slots": 200e-6,
     "laer layout, 6 candidates, 64 ranks": 0.3e-3,
     "laer layout, 6 candidates, 256 ranks": 2e-3,
     "laer layout, 6 candidates, 1024 ranks": 20e-3,
@@ -104,6 +106,10 @@ def timings(repeats: int = 50) -> dict[str, tuple[float, float]]:
     stale = planners.fsep_placement(skewed(64, 128, seed=1) + loads, 64, 3, 8)
     split = partial(planners.exact_split, loads, stale, 8)
     out["exact split, 128 experts x 64 ranks"] = _timed(split, repeats)
+    for slots in (4, 8):
+        stale = planners.fsep_placement(skewed(64, 128, seed=1) + loads, 64, slots, 8)
+        split = partial(planners.exact_split, loads, stale, 8)
+        out[f"exact split, 128 experts x 64 ranks, {slots} slots"] = _timed(split, repeats)
     for ranks in (64, 256, 1024):
         place = partial(planners.laer_placement, skewed(ranks, 32), ranks, 4, 8)
         out[f"laer layout, 6 candidates, {ranks} ranks"] = _timed(place, repeats)

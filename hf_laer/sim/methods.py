@@ -254,26 +254,27 @@ METHODS: dict[str, Method] = {
 
 
 def grouped(method: Method, setting: Setting) -> Method:
-    """``method`` in each of the setting's groups by itself; its state is the groups' placements, stacked.
+    """``method`` in each of the setting's groups by itself; a placement of all ranks is the groups', stacked.
 
-    What a method weighs while it plans, it weighs with the group's links; the prediction is the whole world's.
+    Every group holds every expert, so weights live sharded over all ranks and are unsharded into each group: those of
+    ``ep`` and ``llep`` too, at the group's owners. What a method weighs while it plans, it weighs with the group's
+    links; the prediction is the whole world's.
 
     Raises:
-        ValueError: A method that does not shard experts over all ranks and re-lay them out.
+        ValueError: A method whose experts live for good in slots or at owners of the whole world.
     """
-    if method.home != "sharded" or method.start is None or method.place is None:
-        able = [name for name, one in METHODS.items() if one.home == "sharded" and one.place is not None]
+    if not _groupable(method):
+        able = [name for name, one in METHODS.items() if _groupable(one)]
         raise ValueError(f"groups are for {', '.join(able)}: the others' experts have a home in the whole world")
-    one, start, place = setting.within_group(), method.start, method.place
+    one, start, place = setting.within_group(), method.start or _owned, method.place
     groups = [slice(at, at + one.ranks) for at in range(0, setting.ranks, one.ranks)]
-
-    seen = groups if method.window is not None else [slice(at, at + 1) for at in range(len(groups))]
 
     def rows(state: object) -> list[Placement]:
         return [Placement(_placement(state).slots[group]) for group in groups]
 
     def place_all(loads: np.ndarray, state: object, _: Setting) -> Placement:
-        placed = [place(loads[at], old, one) for at, old in zip(seen, rows(state), strict=True)]
+        assert place is not None
+        placed = [place(loads[at], old, one) for at, old in zip(groups, rows(state), strict=True)]
         return planners.stack_groups([_placement(new) for new in placed])
 
     def plan_all(loads: np.ndarray, state: object, _: Setting) -> Plan:
@@ -283,9 +284,15 @@ def grouped(method: Method, setting: Setting) -> Method:
     return replace(
         method,
         plan=plan_all,
+        home="sharded" if method.home == "whole" else method.home,
         start=lambda _: planners.stack_groups([_placement(start(one))] * len(groups)),
-        place=place_all,
+        place=place_all if place else None,
+        foreseen=method.foreseen or method.home == "whole",
     )
+
+
+def _groupable(method: Method) -> bool:
+    return method.home in ("sharded", "copies") or (method.home == "whole" and method.start is None)
 
 
 def get_method(name: str) -> Method:

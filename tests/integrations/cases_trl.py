@@ -133,19 +133,25 @@ class Reporter(TrainerCallback):
     """Stands for TensorBoard: it comes before a user's callbacks and keeps what it is told."""
 
     def __init__(self) -> None:
-        self.seen: list[set[str]] = []
+        self.seen: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.seen.append(set(logs))
+        self.seen.append(dict(logs))
 
 
-def reported(folder: str) -> None:
-    """Reporters before the callback in the list see its numbers; there are few of them."""
+def reported(folder: str) -> list[dict[str, float]]:
+    """Reporters before the callback in the list see its numbers; there are few of them.
+
+    Returns:
+        Each log's, but for host times.
+    """
     reporter = Reporter()
     with rig.fresh_accelerate():
         callbacks = [reporter, LaerCallback(rig.eager(strategy="fsep"))]
         rig_trl.run_sft(folder, "qwen3_moe", callbacks, max_steps=2)
     ours = [{key for key in seen if key.startswith("laer/")} for seen in reporter.seen]
     kinds = ("imbalance_before", "imbalance_after", "imbalance_before_max", "imbalance_after_max")
-    assert ours[0] == ours[1] == {f"laer/{key}" for key in (*kinds, "spilled", "moved", "plan_ms")}
+    others = ("spilled", "moved", "plan_ms", "expert_imbalance", "experts_active")
+    assert ours[0] == ours[1] == {f"laer/{key}" for key in (*kinds, *others)}
     assert not ours[2], "the summary has none"
+    return [{key: seen[key] for key in keys - {"laer/plan_ms"}} for seen, keys in zip(reporter.seen, ours, strict=True)]

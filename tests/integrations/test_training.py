@@ -107,4 +107,5 @@ def test_failed_preparation_leaves_the_experts(ranks) -> None:
 
 
 def test_numbers_reach_reporters(ranks, tmp_path) -> None:
-    ranks(2).run(cases_trl.reported, folder=str(tmp_path))
+    one, other = ranks(2).run(cases_trl.reported, folder=str(tmp_path))
+    assert one == other, "the same on all ranks"
