@@ -95,43 +95,58 @@ def add_chunks(
         first: int64 ``[E + 1]``; with ``rank``, ``slot`` and ``quota`` ``[R]`` the replicas so far.
         expert: int64 ``[C]``; with ``helper`` and ``tokens`` the chunks.
     """
-    experts, old = len(first) - 1, len(rank)
+    start, rank, slot, quota = _lined_up(first, rank, slot, quota, expert, helper, tokens)
     used = np.zeros(len(slots), np.int64)
-    for at in range(old):
-        used[rank[at]] += 1
+    for at in range(len(rank)):
+        used[rank[at]] += 1 if slot[at] != EMPTY else 0
+    merged = np.zeros_like(first)
+    count, spilled = 0, 0
+    for one in range(len(first) - 1):
+        for at in range(start[one], start[one + 1]):
+            holder, here = rank[at], quota[at]
+            if count > merged[one] and rank[count - 1] == holder:
+                quota[count - 1] += here
+            else:
+                if slot[at] == EMPTY:
+                    slot[at] = used[holder]
+                    used[holder] += 1
+                rank[count], slot[count], quota[count] = holder, slot[at], here
+                count += 1
+            if slot[count - 1] >= slots.shape[1] or slots[holder, slot[count - 1]] == EMPTY:
+                spilled += here
+        merged[one + 1] = count
+    table = np.full((len(slots), max(used.max(), slots.shape[1])), EMPTY, np.int64)
+    for one in range(len(first) - 1):
+        for at in range(merged[one], merged[one + 1]):
+            table[rank[at], slot[at]] = one
+    return table, merged, rank[:count].copy(), slot[:count].copy(), quota[:count].copy(), spilled
+
+
+@kernel
+def _lined_up(
+    first: np.ndarray,
+    rank: np.ndarray,
+    slot: np.ndarray,
+    quota: np.ndarray,
+    expert: np.ndarray,
+    helper: np.ndarray,
+    tokens: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Each expert's replicas and chunks by rank, replicas before chunks (whose slot is ``EMPTY``); where they begin."""
     start = _starts(first, expert)
-    new_rank, new_slot = np.empty(start[-1], np.int64), np.empty(start[-1], np.int64)
-    new_quota, new_first = np.empty(start[-1], np.int64), np.zeros(experts + 1, np.int64)
-    filled = start[:-1].copy()
-    for at in range(experts):
-        for mine in range(first[at], first[at + 1]):
-            new_rank[filled[at]], new_slot[filled[at]], new_quota[filled[at]] = rank[mine], slot[mine], quota[mine]
-            filled[at] += 1
+    ranks, slots = np.empty(start[-1], np.int64), np.empty(start[-1], np.int64)
+    quotas, filled = np.empty(start[-1], np.int64), start[:-1].copy()
+    for one in range(len(first) - 1):
+        for at in range(first[one], first[one + 1]):
+            ranks[filled[one]], slots[filled[one]], quotas[filled[one]] = rank[at], slot[at], quota[at]
+            filled[one] += 1
     for chunk in range(len(expert)):
         at = filled[expert[chunk]]
-        new_rank[at], new_slot[at], new_quota[at] = helper[chunk], EMPTY, tokens[chunk]
+        ranks[at], slots[at], quotas[at] = helper[chunk], EMPTY, tokens[chunk]
         filled[expert[chunk]] += 1
-    count, spilled = 0, 0
-    for at in range(experts):
-        _sort_by_rank(new_rank, new_slot, new_quota, start[at], start[at + 1])
-        for mine in range(start[at], start[at + 1]):
-            holder, tokens_here = new_rank[mine], new_quota[mine]
-            if count > new_first[at] and new_rank[count - 1] == holder:
-                new_quota[count - 1] += tokens_here
-            else:
-                if new_slot[mine] == EMPTY:
-                    new_slot[mine] = used[holder]
-                    used[holder] += 1
-                new_rank[count], new_slot[count], new_quota[count] = holder, new_slot[mine], tokens_here
-                count += 1
-            if new_slot[count - 1] >= slots.shape[1] or slots[holder, new_slot[count - 1]] == EMPTY:
-                spilled += tokens_here
-        new_first[at + 1] = count
-    table = np.full((len(slots), max(used.max(), slots.shape[1])), EMPTY, np.int64)
-    for at in range(experts):
-        for mine in range(new_first[at], new_first[at + 1]):
-            table[new_rank[mine], new_slot[mine]] = at
-    return table, new_first, new_rank[:count].copy(), new_slot[:count].copy(), new_quota[:count].copy(), spilled
+    for one in range(len(first) - 1):
+        _sort_by_rank(ranks, slots, quotas, start[one], start[one + 1])
+    return start, ranks, slots, quotas
 
 
 @kernel
