@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.state import AcceleratorState, PartialState
 from transformers.trainer_callback import CallbackHandler, ExportableState, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_laer.config import LaerConfig
 from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.hook import install_hook
 from hf_laer.integrations.accelerate.resume import take_up
 from hf_laer.integrations.transformers import get_engine, patch_model
+from hf_laer.integrations.transformers.checkpoints import begin_again, pass_over_cut_checkpoints
 from hf_laer.integrations.transformers.recording import TraceRecording, check_path, record_trace
 from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_sharded, check_state
 from hf_laer.plan.types import imbalance
@@ -81,6 +83,7 @@ class LaerCallback(TrainerCallback, ExportableState):
         check_state(AcceleratorState())
         install_hook()
         upstream.install("log", _log_ours_first)
+        pass_over_cut_checkpoints()
         patch_model(model, self.config)
         self._engine = get_engine(model)
         if state.is_world_process_zero and self._engine is not None:
@@ -134,6 +137,16 @@ class LaerCallback(TrainerCallback, ExportableState):
             for record in self._engine.recorder.drain():
                 self.records.append(record)
                 self._window.add(record)
+        self._before_save(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A save may follow."""
+        self._before_save(args, state, control)
+
+    @staticmethod
+    def _before_save(args: Any, state: Any, control: Any) -> None:
+        if control.should_save and args.should_save:
+            begin_again(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes the trace so far, so that a run that is cut short leaves one."""

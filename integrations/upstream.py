@@ -92,6 +92,17 @@ PATCHES = {
             "checkpoint, and mixes Tensor with DTensor",
         ),
         Patch(
+            name="last_checkpoint",
+            package="transformers",
+            target="transformers.trainer:get_last_checkpoint",
+            parameters=("folder",),
+            caller="transformers.trainer:Trainer.train",
+            checked="5.17, 5.24",
+            does="lets resume_from_checkpoint=True pass over checkpoints whose save was cut short",
+            why="Trainer writes checkpoints in place, takes the one with the highest number, whole or not, and has no "
+            "event between finding and loading it",
+        ),
+        Patch(
             name="log",
             package="transformers",
             target="transformers.trainer_callback:CallbackHandler.on_log",

@@ -67,7 +67,8 @@ class RankPool:
         results, failures = self._collect(time.monotonic() + seconds)
         if failures:
             # Ranks that all failed by themselves stand alike; otherwise some collective may still wait for its match.
-            if len(failures) < self.world_size or any("hung" in failure for failure in failures):
+            dead = any(worker.process.exitcode is not None for worker in self._workers)
+            if dead or len(failures) < self.world_size or any("hung" in failure for failure in failures):
                 self.stop()
             raise RankFailure(f"{case.__module__}.{case.__name__}({kwargs})\n" + "\n".join(failures))
         return [results[rank] for rank in range(self.world_size)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,40 @@ def register_state_hooks(accelerator: Accelerator, engine: Engine) -> None:
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+def save_state(accelerator: Accelerator, folder: str | Path, **settings: Any) -> Path:
+    """``accelerator.save_state``, written aside, then renamed: ``folder`` is whole, or what it was before. Collective.
+
+    A save that is killed leaves ``folder.part``, which the next one removes. An earlier state in ``folder`` is
+    ``folder.old`` while the new one takes its name.
+
+    Args:
+        accelerator: Whose state.
+        folder: On a file system that all ranks share.
+        settings: Given on to ``accelerator.save_state``.
+
+    Raises:
+        ValueError: Accelerate names the checkpoints itself.
+    """
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("automatic_checkpoint_naming=True names the folder itself: set it to False, and name folders")
+    folder = Path(folder)
+    part, old = (folder.with_name(folder.name + suffix) for suffix in (".part", ".old"))
+    if accelerator.is_main_process:
+        shutil.rmtree(part, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(part), **settings)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        if folder.exists():
+            folder.replace(old)
+        part.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    return folder
 
 
 def take_up(engine: Engine, read: Callable[[], Any], what: str) -> None:

@@ -123,7 +123,7 @@ def loop_batch(rank: int, micro: int) -> torch.Tensor:
 
 
 class Loop:
-    """A plain Accelerate loop: an optimizer made before ``prepare``, accumulation, clipping.
+    """A plain Accelerate loop: an optimizer made before ``prepare``, accumulation, clipping; unequal batches.
 
     Args:
         family: The model's.
@@ -161,7 +161,7 @@ class Loop:
     def train(self, steps: int) -> dict[str, Any]:
         """Takes ``steps`` optimizer steps."""
         for _ in range(2 * steps):
-            ids = loop_batch(dist.get_rank(), self.micro)
+            ids = self.batch(self.micro)
             self.micro += 1
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -172,6 +172,10 @@ class Loop:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return {**self.numbers, "weights": gathered(self.model)}
+
+    def batch(self, micro: int) -> torch.Tensor:
+        """int64 ``[B, L]``: this rank's ids of one micro-batch."""
+        return loop_batch(dist.get_rank(), micro)
 
     def _note(self, loss: torch.Tensor, norm: Any) -> None:
         self.numbers["loss"].append(loss.item())

@@ -1,0 +1,126 @@
+"""Reports on saving, loading and resuming, under other strategies and on other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.integrations import rig
+from tests.integrations.test_merge import assert_same_weights, weights
+from tests.pool import RankFailure
+from tests.reports import cases_saving as cases
+
+FULL, SHARDED = cases.KINDS
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_b41_other_weights_after_a_re_layout(ranks, strategy: str) -> None:
+    moved = ranks(2).run(cases.reloaded, strategy=strategy)
+    assert moved[0] > 0
+
+
+@pytest.mark.parametrize("kind", [FULL])
+def test_b41_best_model_at_end(ranks, tmp_path: Path, kind: str) -> None:
+    moved = ranks(2).run(cases.best_at_end, folder=str(tmp_path), strategy="fsep", kind=kind)
+    assert moved[0] > 0
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("gpt_oss", "fsep"), ("qwen3_moe", "llep")])
+def test_b81_every_rank_s_experts_are_in_the_file(ranks, tmp_path: Path, family: str, strategy: str) -> None:
+    replicas = (2, 2) if family == "gpt_oss" else None
+    moved = ranks(4).run(
+        cases.stamped_experts, folder=str(tmp_path), family=family, strategy=strategy, parallelism=replicas
+    )
+    assert moved[0] > 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / f"{family}-{strategy}")
+    experts = {name: value for name, value in model.named_parameters() if ".experts." in name}
+    assert len(experts) == (8 if family == "gpt_oss" else 4), "two layers; gpt-oss has biases too"
+    for name, value in experts.items():
+        numbers = value.detach().flatten(1)
+        assert numbers.min(1).values.tolist() == numbers.max(1).values.tolist() == [1, 2, 3, 4, 5, 6, 7], name
+
+
+def test_b83_trainer_s_saves_end_and_are_whole(ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(cases.files_by_rank, folder=str(tmp_path), seconds=60)
+    model = {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    state = {"optimizer.bin", "pytorch_model_fsdp.bin", "scheduler.pt", "rng_state_0.pth", "trainer_state.json"}
+    for name in ("checkpoint-2", "checkpoint-3"):
+        assert set(first[name]) == model | tokenizer | state
+        assert second.pop(name) == ["rng_state_1.pth"]
+    assert set(first["final"]) == model | tokenizer
+    assert not second, "another rank than the first wrote"
+
+
+@pytest.mark.parametrize("strategy", ["llep"])
+def test_b84_four_ranks_save_one_and_two_resume(ranks, tmp_path: Path, strategy: str) -> None:
+    """Under other strategies, homes in other dimensions, and unpatched; loss, norm, weights, moments."""
+    wanted = ranks(4).run(cases.saves, folder=str(tmp_path), strategy=strategy)[0]
+    ways = [("fsep", SHARDED), (None, SHARDED)]
+    ranks(1).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
+    ways = [("fsep", SHARDED), ("fsep", FULL), ("llep", FULL), (None, SHARDED)]
+    ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_b86_adapters_of_every_rank(ranks, tmp_path: Path, kind: str) -> None:
+    assert ranks(2).run(cases.adapters, folder=str(tmp_path), kind=kind) == [{1.0, 2.0}] * 2
+
+
+def test_b88_files_are_those_of_the_unpatched_model(ranks, tmp_path: Path) -> None:
+    families = ["mixtral", "gpt_oss", "deepseek_v3"]
+    ranks(2).run(cases.pretrained, folder=str(tmp_path), families=families, strategy="fsep")
+    for family in families:
+        ours, plain = tmp_path / family / "ours", tmp_path / family / "plain"
+        assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+        assert len(list(ours.glob("*.safetensors"))) > 3
+        assert_same_weights(ours, plain)
+        for path in plain.glob("*.json"):
+            written, expected = (json.loads((at / path.name).read_text()) for at in (ours, plain))
+            if "index" in path.name:  # which file a tensor is in depends on what shares memory in the process
+                written, expected = written["weight_map"].keys(), expected["weight_map"].keys()
+            assert written == expected, path
+        _, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert any(".experts.3." in name for name in weights(tmp_path / "mixtral" / "ours")), (
+        "one tensor per expert on disk"
+    )
+
+
+def test_b89_only_the_first_rank_has_the_weights(ranks, tmp_path: Path) -> None:
+    for how in ("plugin", "before", "after"):
+        ranks(2).run(cases.loaded_on_first_rank, folder=str(tmp_path), how=how)
+
+
+def test_unpatched_checkpoint_under_strategies(ranks, tmp_path: Path) -> None:
+    """What two unpatched ranks saved, two patched ones go on with."""
+    wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy=None)[0]
+    ways = [("fsep", FULL), ("llep", SHARDED)]
+    ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
+
+
+@pytest.mark.parametrize(("kind", "world_size", "strategy"), [(SHARDED, 2, "llep")])
+def test_trainer_resumes_elsewhere(ranks, tmp_path: Path, kind: str, world_size: int, strategy: str | None) -> None:
+    """Trainer's checkpoint of four ranks and ``fsep``, under other strategies on other numbers of ranks."""
+    folder = str(tmp_path)
+    whole = ranks(4).run(cases.trained_by_trainer, folder=folder, kind=kind, strategy="fsep", resume=None)[0]
+    resume = f"{folder}/checkpoint-3"
+    pool = ranks(world_size)
+    ours = pool.run(cases.trained_by_trainer, folder=f"{folder}/2", kind=kind, strategy=strategy, resume=resume)[0]
+    rig.assert_same(ours, whole)
+    assert not np.allclose(whole["loss"][:3], whole["loss"][3:], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "moment"), [(SHARDED, "model")])
+def test_killed_save_leaves_the_earlier_checkpoint(ranks, tmp_path: Path, kind: str, moment: str) -> None:
+    with pytest.raises(RankFailure, match="exit code -9"):
+        ranks(2).run(cases.killed_while_saving, folder=str(tmp_path), kind=kind, moment=moment)
+    ranks(2).run(cases.resumed_after_a_kill, folder=str(tmp_path), kind=kind)
+
+
+def test_saves_are_marked_and_written_aside(ranks, tmp_path: Path) -> None:
+    ranks(2).run(cases.marks_and_parts, folder=str(tmp_path))
