@@ -25,7 +25,7 @@ from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.resume import register_state_hooks
 from hf_laer.integrations.peft import adopt_adapters, settle_adapters
 from hf_laer.integrations.transformers import get_engine
-from hf_laer.integrations.transformers.checkpointing import tape_checkpoint_wrappers
+from hf_laer.integrations.transformers.checkpointing import compile_inside_checkpoints, tape_checkpoint_wrappers
 from hf_laer.integrations.transformers.validate import check_loader, check_model, check_state
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
     tape_checkpoint_wrappers(model)
     adopt_adapters(model)
     check_setup(accelerator, model)
+    compile_inside_checkpoints(model, **accelerator.state.dynamo_plugin.to_kwargs())
     with _one_tail(model):
         if engine.is_sharded:  # by patch_model(mesh=...): FSDP2 only has to leave the homes alone
             with _aside(engine):

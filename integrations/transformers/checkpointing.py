@@ -54,6 +54,22 @@ def tape_checkpoint_wrappers(model: nn.Module) -> None:
             module.__dict__["checkpoint_fn"] = _taped_function(module.checkpoint_fn)
 
 
+def compile_inside_checkpoints(model: nn.Module, **settings: Any) -> None:
+    """Moves the compilation of checkpointed layers to within their wrappers.
+
+    Accelerate compiles its wrappers. A checkpointed region in a graph can have no break, a MoE layer is one, and
+    PyTorch then runs the whole layer uncompiled.
+
+    Args:
+        model: A model with Accelerate's activation checkpointing.
+        **settings: What ``torch.compile`` was given.
+    """
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper) and module._compiled_call_impl is not None:
+            module._compiled_call_impl = None
+            module._checkpoint_wrapped_module.compile(**settings)
+
+
 class _TapedSwitch:
     """Stands for a model's ``_set_gradient_checkpointing``; a copy of the model gets a copy that switches the copy."""
 

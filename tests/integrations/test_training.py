@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from accelerate.utils import TorchDynamoPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.integrations import cases, cases_trl
@@ -53,13 +52,6 @@ def test_accelerate_checkpointing(ranks, settings: dict[str, str]) -> None:
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 def test_optimizers(ranks, how: str) -> None:
     check(ranks, cases.loop, "fsep", family="qwen3_moe", optimizer={how: True})
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layer_by_layer(ranks, checkpointing: bool) -> None:
-    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    plugin = {"activation_checkpointing": checkpointing}
-    check(ranks, cases.loop, "fsep", family="qwen3_moe", plugin=plugin, dynamo_plugin=dynamo)
 
 
 def test_cpu_offload_on_cpus(ranks) -> None:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
+from torch._dynamo.utils import counters
 
+from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.transformers import get_engine
-from tests.engine.cases import batch_of, loss_of, patched
-from tests.models import full, tiny_model
+from tests.engine.cases import (
+    UNEVEN,
+    average_dense_gradients,
+    batch_of,
+    compare_gradients,
+    loss_of,
+    patched,
+    reference_gradients,
+)
+from tests.integrations import rig
+from tests.integrations.cases import Counts, counted
+from tests.models import assert_close, full, tiny_model
 
 Gradients = dict[str, torch.Tensor]
 
@@ -104,3 +118,113 @@ def _two_steps(family: str, strategy: str) -> tuple[list[float], Gradients]:
         loss.backward()
         losses.append(loss.item())
     return losses, _gradients(model)
+
+
+@dataclass
+class Compiled:
+    """What the compiler did.
+
+    Args:
+        graphs: Different graphs so far, after each step.
+        breaks: Why graphs were broken.
+    """
+
+    graphs: list[int] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+
+    def check(self, settled: int, most: int) -> None:
+        """Few graphs, no new ones after step ``settled``, broken nowhere but at the experts."""
+        assert 0 < self.graphs[-1] <= most, self.graphs
+        assert self.graphs[settled] == self.graphs[-1], self.graphs
+        assert self.breaks
+        assert all("function `<function experts_forward" in why for why in self.breaks), self.breaks
+
+    def note(self) -> None:
+        """Called after each step."""
+        self.graphs.append(counters["stats"]["unique_graphs"])
+        self.breaks = list(counters["graph_break"])
+
+
+@contextmanager
+def _counting() -> Iterator[Compiled]:
+    """The compiler as in a new process, and its counts."""
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        yield Compiled()
+    finally:
+        torch._dynamo.reset()
+
+
+def compiled_block(family: str, strategy: str, backend: str) -> Compiled:
+    """B77. A compiled MoE block over steps of differing tokens, of which one rank once has none: as unpatched."""
+    plain, model = tiny_model(family), tiny_model(family)
+    patched(model, strategy=strategy, history=1)
+    eager, block = plain.model.layers[1].mlp, model.model.layers[1].mlp
+    block.compile(backend=backend)
+    with _counting() as compiled:
+        for step, counts in enumerate([(5, 9), (3, 7), (8, 0), (6, 4), (2, 11), (7, 3)]):
+            everyone = [_hidden(step, rank, count) for rank, count in enumerate(counts)]
+            eager.zero_grad()
+            wanted = [_output_and_gradient(eager, hidden) for hidden in everyone]
+            block.zero_grad()
+            got = _output_and_gradient(block, everyone[dist.get_rank()])
+            for ours, theirs in zip(got, wanted[dist.get_rank()], strict=True):
+                assert_close(ours, theirs, f"step {step}")
+            average_dense_gradients(block)
+            for name, parameter in block.named_parameters():
+                want = eager.get_parameter(name).grad / dist.get_world_size()
+                assert_close(full(parameter.grad), want, f"{name} at step {step}")
+            compiled.note()
+    return compiled
+
+
+def _hidden(step: int, rank: int, count: int) -> torch.Tensor:
+    return torch.randn(1, count, 34, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _output_and_gradient(block: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = hidden.clone().requires_grad_()
+    out = block(hidden)
+    out = out[0] if isinstance(out, tuple) else out
+    if not out.requires_grad:
+        # Eager experts without a token return a constant.
+        return out, torch.zeros_like(hidden)
+    out.sin().sum().backward()
+    assert hidden.grad is not None
+    return out.detach(), hidden.grad
+
+
+def compiled_model(strategy: str, backend: str, whole: bool) -> Compiled:
+    """B77. The model compiled as a whole or layer by layer, over two rounds of four shapes: as unpatched."""
+    plain, model = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    patched(model, strategy=strategy, history=1)
+    for part in [model] if whole else model.model.layers:
+        part.compile(backend=backend)
+    with _counting() as compiled:
+        for step in range(8):
+            batches = UNEVEN[step % 4 :] + UNEVEN[: step % 4]
+            losses, want = reference_gradients(plain, step, batches)
+            model.zero_grad()
+            loss = loss_of(model, batch_of(dist.get_rank(), step, batches))
+            loss.backward()
+            assert abs(loss.item() - losses[dist.get_rank()]) <= 1e-5 * loss.item()
+            compare_gradients(model, want)
+            compiled.note()
+    return compiled
+
+
+def regional(strategy: str, backend: str, checkpointing: bool) -> tuple[Counts, Compiled]:
+    """Accelerate's regional compilation under FSDP2: ten AdamW steps are the uncompiled, unpatched run's."""
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
+    plugin = {"activation_checkpointing": checkpointing, "laer": rig.eager(strategy=strategy)}
+    dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+    with rig.fresh_accelerate(), _counting() as compiled:
+        run = rig.Loop("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, **plugin), dynamo_plugin=dynamo)
+        for _ in range(10):
+            ours = run.train(1)
+            compiled.note()
+        engine = get_engine(run.model)
+    rig.assert_same(ours, theirs)
+    assert engine is not None
+    return counted(engine.recorder.drain()), compiled

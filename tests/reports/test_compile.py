@@ -19,3 +19,31 @@ def test_b75_recompute_follows_the_forward(ranks, strategy: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_b79_deterministic_mode(ranks, family: str, strategy: str) -> None:
     ranks(2).run(cases_compile.deterministic, family=family, strategy=strategy)
+
+
+LONG = pytest.mark.long
+BACKENDS = ["eager", pytest.param("aot_eager", marks=LONG), pytest.param("inductor", marks=LONG)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_b77_block(ranks, backend: str) -> None:
+    arguments = {"family": "mixtral", "strategy": "llep", "backend": backend}
+    for compiled in ranks(2).run(cases_compile.compiled_block, seconds=170, **arguments):
+        compiled.check(settled=4, most=8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "whole"])
+def test_b77_model(ranks, whole: bool) -> None:
+    arguments = {"strategy": "fsep", "backend": "aot_eager", "whole": whole}
+    for compiled in ranks(2).run(cases_compile.compiled_model, seconds=170, **arguments):
+        compiled.check(settled=4, most=24)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_b77_regional(ranks, backend: str, checkpointing: bool) -> None:
+    arguments = {"strategy": "fsep", "backend": backend, "checkpointing": checkpointing}
+    for counts, compiled in ranks(2).run(cases_compile.regional, seconds=170, **arguments):
+        assert counts["moved"] > 0
+        compiled.check(settled=1, most=8)
