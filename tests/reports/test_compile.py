@@ -21,8 +21,7 @@ def test_b79_deterministic_mode(ranks, family: str, strategy: str) -> None:
     ranks(2).run(cases_compile.deterministic, family=family, strategy=strategy)
 
 
-LONG = pytest.mark.long
-BACKENDS = ["eager", pytest.param("aot_eager", marks=LONG), pytest.param("inductor", marks=LONG)]
+BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
