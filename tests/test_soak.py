@@ -55,7 +55,7 @@ def test_bad_settings() -> None:
 
 def test_a_short_soak(capsys) -> None:
     """Two ranks, then one that resumes."""
-    arguments = "soak --strategy fsep --steps 16 --ranks 2 --part 8 --check 4 --evaluate 5"
+    arguments = "soak --strategy fsep --steps 16 --ranks 2 --part 8 --check 2 --evaluate 4"
     assert main(arguments.split()) == 0
     out = capsys.readouterr().out
     assert out.count("good") == 4

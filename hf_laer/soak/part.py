@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from hf_laer.config import LaerConfig
 from hf_laer.plan.types import imbalance
@@ -117,6 +118,10 @@ class Part:
         self.model.eval()
         total = loss_of(self.model, batch(self.settings, -1, self.rank))
         self.model.train()
+        for module in self.model.modules():
+            # With no backward to come, FSDP leaves its last unit unsharded: parameters that no optimizer knows.
+            if isinstance(module, FSDPModule):
+                module.reshard()
         dist.all_reduce(total)
         return total.item() / self.ranks
 

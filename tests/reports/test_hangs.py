@@ -59,7 +59,7 @@ def test_b08_a_forward_on_one_rank_only(ranks, tmp_path, prepared: bool) -> None
 
 
 def sleepy(ranks, strategy: str, steps: int) -> None:
-    traces = ranks(4).run(cases_hangs.sleepy, strategy=strategy, steps=steps)
+    traces = ranks(4).run(cases_hangs.sleepy, strategy=strategy, steps=steps, seconds=90.0 + steps)
     for trace in traces[1:]:
         assert trace == traces[0]
     calls = {len(trace) for trace in traces[0].values()}
