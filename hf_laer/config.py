@@ -46,6 +46,8 @@ class LaerConfig:
             policy, or the parameters.
         reduce_dtype: Dtype in which weight gradients travel; ``None`` follows FSDP's policy, or the parameters.
             Accumulation is always float32.
+        max_rows_per_rank: A rank forms the experts' products for at most so many rows (one per token and expert) at a
+            time, which bounds the memory of their activations; backward forms them again. ``None`` means all at once.
         prefetch: Experts whose need is known ahead travel while the layer before computes, which holds one more layer's
             unsharded experts in memory.
         recompute: Under activation checkpointing, ``layer`` repeats dispatch, experts and combine; ``experts``
@@ -71,6 +73,7 @@ class LaerConfig:
     ranks_per_node: int | None = None
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
+    max_rows_per_rank: int | None = None
     prefetch: bool = True
     recompute: str = "layer"
     check_collectives: bool = False
@@ -84,7 +87,7 @@ class LaerConfig:
         _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)
         for name in ("min_tokens_per_gemm", "relayout_interval", "history"):
             _whole(name, getattr(self, name))
-        for name in ("slots_per_rank", "group_size", "ranks_per_node"):
+        for name in ("slots_per_rank", "group_size", "ranks_per_node", "max_rows_per_rank"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
         if not isinstance(self.check_collectives, bool):

@@ -19,7 +19,8 @@ from hf_laer import tape
 from hf_laer.comm.routes import Routes
 from hf_laer.comm.tokens import combine, dispatch, return_gates
 from hf_laer.comm.watch import Where
-from hf_laer.compute.experts import Weights, bias_of, experts_backward, first_product, second_product
+from hf_laer.compute.chunks import backward_in_chunks, chunks_of, forward_in_chunks
+from hf_laer.compute.experts import Weights, bias_of
 from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
@@ -192,8 +193,8 @@ class MoELayer:
         # After the dispatch, so that the next layer's experts travel under this one's products.
         self.engine.expect_after(self, dtype, hidden.device, era)
         weights = self.engine.unsharder.finish(coming)
-        up = first_product(self.spec, weights, rows[routes.source_row], routes.groups, terms)
-        experts_out = second_product(self.spec, weights, up, routes.groups, terms)
+        chunks = chunks_of(routes.groups, self.engine.config.max_rows_per_rank)
+        experts_out, up = forward_in_chunks(self.spec, weights, rows, routes.source_row, chunks, terms)
         bias = bias_of(weights, self.spec.down_bias)
         summed = gather_sum(
             experts_out, routes.row_places, dtype, weights=routes.gates, bias=bias, slot=routes.groups.slot
@@ -218,12 +219,9 @@ class MoELayer:
         grad_rows = dispatch(grad.to(dtype), routes, tokens)
         self.engine.expect(run.before, dtype, rows.device, era)
         weights = self.engine.unsharder.finish(coming)
-        inputs = rows[routes.source_row]
-        if up is None:
-            up = first_product(self.spec, weights, inputs, routes.groups, terms)
-        wanted = frozenset(self.trained)
-        grads = experts_backward(
-            self.spec, weights, inputs, up, routes.gates, grad_rows[routes.source_row], routes.groups, wanted, terms
+        chunks, wanted = chunks_of(routes.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
+        grads = backward_in_chunks(
+            self.spec, weights, rows, routes.source_row, up, routes.gates, grad_rows, chunks, wanted, terms
         )
         self._send_home(run, grads.weights)
         grad_hidden = combine(gather_sum(grads.rows, routes.row_places, dtype), routes, tokens, dtype)
@@ -266,6 +264,8 @@ class _MoE(torch.autograd.Function):
         if layer.engine.config.recompute == "experts" and tape.current() is not None:
             # A copy of the output: blocks add to what they get in place.
             run.rows, run.out, up = rows, out.clone(), None
+        if layer.engine.config.max_rows_per_rank is not None:
+            up = None
         # Every rank saves the same tensors, after its last collective: a recompute that stops early stops alike.
         ctx.save_for_backward(rows, up, *factors)
         return out

@@ -39,6 +39,7 @@ class LaerArguments:
     ranks_per_node: int | None = field(default=None, metadata={"help": "The launcher's, if not given."})
     compute_dtype: str | None = field(default=None, metadata={"help": "Of the experts' products."})
     reduce_dtype: str | None = field(default=None, metadata={"help": "In which weight gradients travel."})
+    max_rows_per_rank: int | None = field(default=None, metadata={"help": "Bounds the activations' memory."})
     prefetch: bool | None = field(default=None, metadata={"help": "Experts travel ahead of their layer."})
     recompute: str | None = field(default=None, metadata={"help": "layer or experts."})
 

@@ -1,0 +1,181 @@
+"""The experts' MLP over a bounded number of rows at a time, so that its activations have a bound too.
+
+Letters in shapes: A rows sorted by slot, S slots, R received rows, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_laer.compute.experts import ExpertGradients, Weights, experts_backward, first_product, second_product
+from hf_laer.compute.grouped_gemm import Groups, Stacks
+from hf_laer.compute.low_rank import FactorGradients, LowRank
+from hf_laer.compute.spec import ExpertsSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive rows, and the slots that they belong to.
+
+    Args:
+        rows: Of the A rows.
+        slots: Of the S slots; the first and the last may have rows in other chunks too.
+        groups: The rows of these slots in this chunk.
+    """
+
+    rows: slice
+    slots: slice
+    groups: Groups
+
+    def of(self, weights: Weights) -> Weights:
+        """The slots' weights."""
+        return {name: _cut(stacks, self.slots) for name, stacks in weights.items()}
+
+    def of_terms(self, terms: Sequence[LowRank]) -> list[LowRank]:
+        """The slots' low-rank additions."""
+        return [replace(term, a=term.a[self.slots], b=term.b[self.slots]) for term in terms]
+
+
+def chunks_of(groups: Groups, limit: int | None) -> list[Chunk]:
+    """The rows in chunks of at most ``limit``; all in one where that is ``None``."""
+    ends = [0]
+    for count in groups.counts:
+        ends.append(ends[-1] + count)
+    total = ends[-1]
+    if limit is None or total <= limit:
+        return [Chunk(slice(0, total), slice(0, len(groups.counts)), groups)]
+    return [_chunk(groups, ends, start, min(start + limit, total)) for start in range(0, total, limit)]
+
+
+def forward_in_chunks(
+    spec: ExpertsSpec,
+    weights: Weights,
+    rows: torch.Tensor,
+    source_row: torch.Tensor,
+    chunks: Sequence[Chunk],
+    terms: Sequence[LowRank],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The experts' output ``[A, H]``, not yet weighted, and the first product ``[A, 2I]`` if there is one chunk.
+
+    Args:
+        spec: The family.
+        weights: Unsharded parameters of the slots.
+        rows: ``[R, H]``.
+        source_row: int64 ``[A]``, the row of each assignment.
+        chunks: As :func:`chunks_of` gives them.
+        terms: Low-rank additions to the weights, over the slots.
+    """
+    outs, up = [], None
+    for chunk in chunks:
+        own, own_terms = chunk.of(weights), chunk.of_terms(terms)
+        up = first_product(spec, own, rows[source_row[chunk.rows]], chunk.groups, own_terms)
+        outs.append(second_product(spec, own, up, chunk.groups, own_terms))
+    return (outs[0], up) if len(chunks) == 1 else (torch.cat(outs), None)
+
+
+def backward_in_chunks(
+    spec: ExpertsSpec,
+    weights: Weights,
+    rows: torch.Tensor,
+    source_row: torch.Tensor,
+    up: torch.Tensor | None,
+    gates: torch.Tensor,
+    grad_rows: torch.Tensor,
+    chunks: Sequence[Chunk],
+    wanted: frozenset[str],
+    terms: Sequence[LowRank],
+) -> ExpertGradients:
+    """:func:`hf_laer.compute.experts.experts_backward` over chunks.
+
+    Args:
+        spec: The family.
+        weights: Unsharded parameters of the slots.
+        rows: ``[R, H]``.
+        source_row: int64 ``[A]``, the row of each assignment.
+        up: The first product ``[A, 2I]``, if it was kept.
+        gates: float32 ``[A]`` routing weights.
+        grad_rows: ``[R, H]``, the gradient of each row's sum.
+        chunks: As :func:`chunks_of` gives them.
+        wanted: Names of the parameters whose gradients are needed.
+        terms: Low-rank additions to the weights, over the slots.
+    """
+
+    def one(chunk: Chunk) -> ExpertGradients:
+        own, own_terms, source = chunk.of(weights), chunk.of_terms(terms), source_row[chunk.rows]
+        inputs = rows[source]
+        first = first_product(spec, own, inputs, chunk.groups, own_terms) if up is None else up[chunk.rows]
+        return experts_backward(
+            spec, own, inputs, first, gates[chunk.rows], grad_rows[source], chunk.groups, wanted, own_terms
+        )
+
+    if len(chunks) == 1:
+        return one(chunks[0])
+    return _joined(map(one, chunks), chunks, weights, terms)
+
+
+def _joined(
+    parts: Iterable[ExpertGradients], chunks: Sequence[Chunk], weights: Weights, terms: Sequence[LowRank]
+) -> ExpertGradients:
+    """Rows one after the other; a slot that several chunks share is summed in float32."""
+    of_rows, of_gates = [], []
+    totals: dict[str, _Total] = {}
+    factors = [FactorGradients(torch.zeros_like(term.a), torch.zeros_like(term.b)) for term in terms]
+    for chunk, part in zip(chunks, parts, strict=True):
+        of_rows.append(part.rows)
+        of_gates.append(part.gates)
+        for name, stacks in part.weights.items():
+            totals.setdefault(name, _Total(weights[name])).add(chunk.slots, torch.cat(stacks))
+        for total, own in zip(factors, part.factors, strict=True):
+            total.a[chunk.slots] += own.a
+            total.b[chunk.slots] += own.b
+    grads = {name: total.stacks() for name, total in totals.items()}
+    return ExpertGradients(torch.cat(of_rows), torch.cat(of_gates), grads, factors)
+
+
+class _Total:
+    """One weight's gradients over the slots.
+
+    Args:
+        like: The weight's stacks.
+    """
+
+    def __init__(self, like: Stacks) -> None:
+        self._sizes = [len(stack) for stack in like]
+        self._sum = torch.zeros((sum(self._sizes), *like[0].shape[1:]), dtype=like[0].dtype, device=like[0].device)
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def add(self, slots: slice, part: torch.Tensor) -> None:
+        """Takes a chunk's; chunks come in order, so only its first slot can have been in one before."""
+        exact = part[0].float()
+        if self._last is not None and self._last[0] == slots.start:
+            exact += self._last[1]
+        self._sum[slots] = part
+        self._sum[slots.start] = exact
+        alone = slots.stop - slots.start == 1
+        self._last = slots.stop - 1, exact if alone else part[-1].float()
+
+    def stacks(self) -> Stacks:
+        """In the weight's own stacks."""
+        return self._sum.split(self._sizes)
+
+
+def _chunk(groups: Groups, ends: list[int], start: int, stop: int) -> Chunk:
+    """Rows ``start`` to ``stop``, both within the rows; ``ends`` are cumulative and begin with 0."""
+    slots = [slot for slot in range(len(groups.counts)) if ends[slot] < stop and ends[slot + 1] > start]
+    first, last = slots[0], slots[-1] + 1
+    counts = [min(ends[slot + 1], stop) - max(ends[slot], start) for slot in range(first, last)]
+    own = Groups(counts, (groups.ends[first:last] - start).clamp(0, stop - start), groups.slot[start:stop] - first)
+    return Chunk(slice(start, stop), slice(first, last), own)
+
+
+def _cut(stacks: Stacks, slots: slice) -> Stacks:
+    """The matrices of these slots."""
+    found, at = [], 0
+    for stack in stacks:
+        own = stack[max(slots.start - at, 0) : max(slots.stop - at, 0)]
+        found += [own] if len(own) else []
+        at += len(stack)
+    return tuple(found) or (stacks[0][:0],)
