@@ -1,7 +1,8 @@
-"""Reports on saving, loading and resuming, under other strategies and on other numbers of ranks."""
+"""Reports on saving, loading and resuming; the matrix of strategies, kinds of state and numbers of ranks."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.pool import RankFailure
 from tests.reports import cases_saving as cases
 
 FULL, SHARDED = cases.KINDS
+STRATEGIES = ("ep", "llep", "fsep", "fsdp")
 
 
 @pytest.mark.parametrize("strategy", ["llep", "fsep"])
@@ -23,7 +25,7 @@ def test_b41_other_weights_after_a_re_layout(ranks, strategy: str) -> None:
     assert moved[0] > 0
 
 
-@pytest.mark.parametrize("kind", [FULL])
+@pytest.mark.parametrize("kind", [FULL, pytest.param(SHARDED, marks=pytest.mark.long)])
 def test_b41_best_model_at_end(ranks, tmp_path: Path, kind: str) -> None:
     moved = ranks(2).run(cases.best_at_end, folder=str(tmp_path), strategy="fsep", kind=kind)
     assert moved[0] > 0
@@ -56,7 +58,7 @@ def test_b83_trainer_s_saves_end_and_are_whole(ranks, tmp_path: Path) -> None:
     assert not second, "another rank than the first wrote"
 
 
-@pytest.mark.parametrize("strategy", ["llep"])
+@pytest.mark.parametrize("strategy", ["llep", pytest.param("fsep", marks=pytest.mark.long)])
 def test_b84_four_ranks_save_one_and_two_resume(ranks, tmp_path: Path, strategy: str) -> None:
     """Under other strategies, homes in other dimensions, and unpatched; loss, norm, weights, moments."""
     wanted = ranks(4).run(cases.saves, folder=str(tmp_path), strategy=strategy)[0]
@@ -64,6 +66,19 @@ def test_b84_four_ranks_save_one_and_two_resume(ranks, tmp_path: Path, strategy:
     ranks(1).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
     ways = [("fsep", SHARDED), ("fsep", FULL), ("llep", FULL), (None, SHARDED)]
     ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_b84_eight_ranks_resume_what_four_saved(ranks, tmp_path: Path) -> None:
+    """More ranks than half the experts: one owns none."""
+    wanted = ranks(4).run(cases.saves, folder=str(tmp_path), strategy="llep")[0]
+    eight = ranks(8)
+    ways = [("llep", SHARDED), ("fsep", FULL), ("fsep", SHARDED)]
+    try:
+        eight.run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted, seconds=400)
+    finally:
+        eight.stop()
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -103,7 +118,27 @@ def test_unpatched_checkpoint_under_strategies(ranks, tmp_path: Path) -> None:
     ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
 
 
-@pytest.mark.parametrize(("kind", "world_size", "strategy"), [(SHARDED, 2, "llep")])
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("saver", [None, *STRATEGIES])
+def test_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
+    """Saved by each, resumed by all others, both kinds, on one, two and four ranks."""
+    wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy=saver)[0]
+    ways = list(itertools.product([None, "ep", "fsep"], cases.KINDS))
+    for world_size, some in ((1, ways[::2]), (2, ways), (4, ways[1::2])):
+        ranks(world_size).run(cases.resumes, folder=str(tmp_path), ways=some, wanted=wanted, seconds=180)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "strategy"),
+    [
+        (SHARDED, 2, "llep"),
+        *(
+            pytest.param(*way, marks=pytest.mark.long)
+            for way in [(FULL, 2, "llep"), (SHARDED, 1, None), (FULL, 4, "ep")]
+        ),
+    ],
+)
 def test_trainer_resumes_elsewhere(ranks, tmp_path: Path, kind: str, world_size: int, strategy: str | None) -> None:
     """Trainer's checkpoint of four ranks and ``fsep``, under other strategies on other numbers of ranks."""
     folder = str(tmp_path)
@@ -115,7 +150,16 @@ def test_trainer_resumes_elsewhere(ranks, tmp_path: Path, kind: str, world_size:
     assert not np.allclose(whole["loss"][:3], whole["loss"][3:], rtol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "moment"), [(SHARDED, "model")])
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        (SHARDED, "model"),
+        *(
+            pytest.param(kind, moment, marks=pytest.mark.long)
+            for kind, moment in [(SHARDED, "state"), (FULL, "model"), (FULL, "optimizer"), (SHARDED, "optimizer")]
+        ),
+    ],
+)
 def test_killed_save_leaves_the_earlier_checkpoint(ranks, tmp_path: Path, kind: str, moment: str) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         ranks(2).run(cases.killed_while_saving, folder=str(tmp_path), kind=kind, moment=moment)
