@@ -183,8 +183,8 @@ class MoELayer:
 
     def forward(
         self, run: Run, hidden: torch.Tensor, dtype: torch.dtype, adapters: Sequence[LowRank]
-    ) -> tuple[torch.Tensor, ...]:
-        """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``, if whole."""
         routes, tokens = run.routes, self.engine.comms.tokens
         era = self.engine.era()
         coming = self._begin(run, dtype, hidden.device, era)
