@@ -268,7 +268,7 @@ class Engine:
 
     def expect_after(self, layer: MoELayer, dtype: torch.dtype, device: torch.device, era: Era) -> None:
         """In a forward: sends for the experts that the next layer is known to use, whatever its tokens."""
-        name = self.passes.after_in_pass(layer.name)
+        name = self.passes.after(layer.name)
         if era[0] == "forward" and name in self.layers:
             table = self._foreseen(self.layers[name])
             self.expect(None if table is None else (name, table), dtype, device, era)
@@ -319,16 +319,20 @@ class Engine:
     def _gather(self, layer: MoELayer, counts: torch.Tensor) -> tuple[np.ndarray, list[Placement] | None]:
         """Every rank's loads int64 ``[N, E]``, and the layer's layout. Waits for the device.
 
-        Ranks agree on the layout of the layer that comes next, whose experts can set out then.
+        Ranks agree on the layout of the layer that comes next, whose experts can set out then, and of a pass's first.
         """
         if not relays(self.config):
             everyone = self.comms.weights if needs_loads(self.config) else self.comms.tokens
             return everyone.to_host(everyone.all_gather(counts)).numpy(), None
-        following, everyone = self._tuner(self.layers[self.passes.after(layer.name)]), self.comms.weights
-        newest = torch.tensor(following.newest()).to(counts.device, non_blocking=True)
-        told = everyone.to_host(everyone.all_gather(torch.cat([counts, newest]))).numpy()
-        following.agree(told[:, -2], told[:, -1])
-        return np.ascontiguousarray(told[:, :-2]), self._tuner(layer).layout
+        names = [layer.name] if self.passes.is_first() else []
+        names += [name for name in (self.passes.after(layer.name),) if name in self.layers]
+        tuners, everyone = [self._tuner(self.layers[name]) for name in names], self.comms.weights
+        newest = torch.tensor([told for tuner in tuners for told in tuner.newest()], dtype=torch.int64)
+        message = torch.cat([counts, newest.to(counts.device, non_blocking=True)])
+        told = everyone.to_host(everyone.all_gather(message)).numpy()
+        for at, tuner in enumerate(tuners):
+            tuner.agree(*told[:, len(counts) + 2 * at :][:, :2].T)
+        return np.ascontiguousarray(told[:, : len(counts)]), self._tuner(layer).layout
 
     def _plans(self, loads: np.ndarray, layout: list[Placement] | None) -> list[Plan]:
         """One plan for each token group whose loads are here."""

@@ -41,6 +41,7 @@ class LaerArguments:
     reduce_dtype: str | None = field(default=None, metadata={"help": "In which weight gradients travel."})
     max_rows_per_rank: int | None = field(default=None, metadata={"help": "Bounds the activations' memory."})
     prefetch: bool | None = field(default=None, metadata={"help": "Experts travel ahead of their layer."})
+    check_collectives: bool | None = field(default=None, metadata={"help": "Compares ranks before each collective."})
     recompute: str | None = field(default=None, metadata={"help": "layer or experts."})
 
     def __post_init__(self) -> None:

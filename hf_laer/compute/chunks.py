@@ -31,7 +31,9 @@ class Chunk:
     groups: Groups
 
     def of(self, weights: Weights) -> Weights:
-        """The slots' weights."""
+        """The slots' weights; where these are all slots, stacked as they are."""
+        if self.slots == slice(0, sum(map(len, next(iter(weights.values()))))):
+            return weights
         return {name: _cut(stacks, self.slots) for name, stacks in weights.items()}
 
     def of_terms(self, terms: Sequence[LowRank]) -> list[LowRank]:
@@ -119,7 +121,7 @@ def backward_in_chunks(
 def _joined(
     parts: Iterable[ExpertGradients], chunks: Sequence[Chunk], weights: Weights, terms: Sequence[LowRank]
 ) -> ExpertGradients:
-    """Rows one after the other; a slot that several chunks share is summed in float32."""
+    """Rows one after the other; a slot that several chunks share is summed in float32 at least."""
     of_rows, of_gates = [], []
     totals: dict[str, _Total] = {}
     factors = [FactorGradients(torch.zeros_like(term.a), torch.zeros_like(term.b)) for term in terms]
@@ -145,17 +147,18 @@ class _Total:
     def __init__(self, like: Stacks) -> None:
         self._sizes = [len(stack) for stack in like]
         self._sum = torch.zeros((sum(self._sizes), *like[0].shape[1:]), dtype=like[0].dtype, device=like[0].device)
+        self._exact = torch.promote_types(like[0].dtype, torch.float32)
         self._last: tuple[int, torch.Tensor] | None = None
 
     def add(self, slots: slice, part: torch.Tensor) -> None:
         """Takes a chunk's; chunks come in order, so only its first slot can have been in one before."""
-        exact = part[0].float()
+        exact = part[0].to(self._exact)
         if self._last is not None and self._last[0] == slots.start:
             exact += self._last[1]
         self._sum[slots] = part
         self._sum[slots.start] = exact
         alone = slots.stop - slots.start == 1
-        self._last = slots.stop - 1, exact if alone else part[-1].float()
+        self._last = slots.stop - 1, exact if alone else part[-1].to(self._exact)
 
     def stacks(self) -> Stacks:
         """In the weight's own stacks."""

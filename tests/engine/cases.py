@@ -25,6 +25,9 @@ def world_mesh() -> Any:
 
 def patched(model: nn.Module, **config: Any) -> nn.Module:
     """The model, patched and sharded over all ranks, with thresholds at which small batches move too."""
+    if config.get("strategy", "").startswith("fsep"):
+        # As little room as up to 8 experts allow: with more, the exact split may level the ranks and nothing moves.
+        config.setdefault("slots_per_rank", -(-8 // (config.get("group_size") or dist.get_world_size())))
     settings = {"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0, **config}
     return patch_model(model, LaerConfig(**settings), mesh=world_mesh())
 

@@ -12,14 +12,15 @@ def test_order_is_learnt_from_the_pass_before() -> None:
     passes = Passes()
     for layer in "abc":
         passes.enter(layer)
-    assert [passes.after(layer) for layer in "abc"] == ["b", "c", "c"]
-    assert [passes.after_in_pass(layer) for layer in "abc"] == ["b", "c", None]
+    assert [passes.after(layer) for layer in "abc"] == ["b", "c", None]
     passes.end()
     passes.enter("a")
     assert passes.number == 2
     assert passes.is_first()
-    assert passes.after("c") == "a"
-    assert passes.after_in_pass("c") is None
+    assert passes.after("a") == "b"
+    assert passes.after("c") is None
+    passes.enter("c")
+    assert passes.after("a") == "c", "the latest order counts"
 
 
 def test_a_layer_seen_before_begins_a_pass() -> None:

@@ -22,7 +22,8 @@ def test_slots_per_rank(ranks, slots: int) -> None:
     moved = ranks(2).run(
         cases_edges.routed, family="qwen3_moe", strategy="fsep", counts=[30, 11], routing="random", config=config
     )
-    assert (moved[0]["moved"] > 0) == (slots < 7)
+    # With five slots of seven experts the exact split levels two ranks, whatever the layout.
+    assert (moved[0]["moved"] > 0) == (slots < 5)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])

@@ -13,9 +13,6 @@ MOVES = {"llep": "spilled", "fsep": "moved", "fsep+llep": "spilled"}
 
 
 def check(ranks, world_size: int, family: str, strategy: str, **config) -> None:
-    if strategy.startswith("fsep"):
-        # As little room as 7 or 8 experts allow: with more, an exact split may level the ranks and nothing moves.
-        config["slots_per_rank"] = -(-8 // world_size)
     moved = ranks(world_size).run(
         cases.equal_to_unpatched, family=family, config={"strategy": strategy, "history": 1, **config}
     )

@@ -40,8 +40,6 @@ def checkpointed(model: nn.Module) -> None:
 def exact(family: str, strategy: str, recompute: str | None, sizes: dict[str, Any]) -> str:
     """Raises unless equal to 1e-5; what was moved."""
     config: dict[str, Any] = {"strategy": strategy, "history": 1}
-    if strategy.startswith("fsep"):
-        config["slots_per_rank"] = -(-8 // dist.get_world_size())
     if recompute is not None:
         config["recompute"] = recompute
     prepare = None if recompute is None else checkpointed

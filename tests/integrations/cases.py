@@ -181,8 +181,9 @@ def in_bf16(strategy: str) -> Counts:
 def hsdp(strategy: str) -> Counts:
     """Two replicas of two shards, on four ranks: as unpatched HSDP."""
     theirs = rig.reference(rig.run_loop, "", "qwen3_moe", parallelism=(2, 2))
+    room = {"slots_per_rank": 4} if strategy.startswith("fsep") else {}
     with rig.fresh_accelerate():
-        plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy))
+        plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy, **room))
         run = rig.Loop("qwen3_moe", plugin, parallelism=(2, 2))
         ours = run.train(10)
         expert = run.model.model.layers[0].mlp.experts.down_proj

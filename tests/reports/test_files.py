@@ -346,6 +346,6 @@ def test_memories_of_another_model_or_none() -> None:
 @pytest.mark.parametrize("saved", [{"args": {}, "attributes": []}, "x", [], {"attributes": {"memory": [1]}}])
 def test_trainer_state_names_its_field(saved: Any) -> None:
     """What ``trainer_state.json`` holds of the callback may be anything, too."""
-    state = SimpleNamespace(global_step=0, stateful_callbacks={"LaerCallback": saved})
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True, stateful_callbacks={"LaerCallback": saved})
     with pytest.raises(ValueError, match=r"stateful_callbacks\.LaerCallback\.attributes\.memory.*trainer_state\.json"):
         LaerCallback().on_train_begin(None, state, None, model=patch_model(tiny_model("mixtral")))
