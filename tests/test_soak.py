@@ -53,6 +53,7 @@ def test_bad_settings() -> None:
     assert main(["soak", "--steps", "0"]) == 2
 
 
+@pytest.mark.long
 def test_a_short_soak(capsys) -> None:
     """Two ranks, then one that resumes."""
     arguments = "soak --strategy fsep --steps 16 --ranks 2 --part 8 --check 2 --evaluate 4"

@@ -8,6 +8,7 @@ that the cost of the router is that of the model.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import tempfile
 import time
@@ -108,13 +109,16 @@ def _now(device: torch.device) -> float:
 
 @contextmanager
 def _fresh(device: torch.device) -> Iterator[None]:
-    """Accelerate as in a new process, and the memory of the contender before given back."""
+    """Accelerate as in a new process, its variables too, and the memory of the contender before given back."""
     if device.type == "cpu":
         enable_cpu_fsdp()
     _reset()
+    before = dict(os.environ)
     try:
         yield
     finally:
+        os.environ.clear()
+        os.environ.update(before)
         _reset()
 
 

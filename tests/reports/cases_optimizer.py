@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 import hf_laer.layer
 from hf_laer import patch_model
+from hf_laer.compute import chunks
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from tests.engine.cases import world_mesh
 from tests.integrations import rig, rig_trl
@@ -278,11 +279,11 @@ class _watched:
         )
 
     def __enter__(self) -> None:
-        self.before = hf_laer.layer.first_product, hf_laer.layer.start_reshard
-        hf_laer.layer.first_product, hf_laer.layer.start_reshard = self._compute, self._reduce  # type: ignore
+        self.before = chunks.first_product, hf_laer.layer.start_reshard
+        chunks.first_product, hf_laer.layer.start_reshard = self._compute, self._reduce  # type: ignore
 
     def __exit__(self, *exc: Any) -> None:
-        hf_laer.layer.first_product, hf_laer.layer.start_reshard = self.before
+        chunks.first_product, hf_laer.layer.start_reshard = self.before
 
     def _compute(self, spec: Any, weights: Any, rows: torch.Tensor, *args: Any) -> torch.Tensor:
         self.seen["compute"].update({rows.dtype, *(stack.dtype for stack in weights[spec.up])})

@@ -67,6 +67,7 @@ def test_b16_three_ranks_and_ranks_that_own_nothing(ranks) -> None:
     check_factors(ranks, 4, settings([(4,)], [None, 2], [2]) + settings([(2, 2)], [None], [1]))
 
 
+@pytest.mark.long
 def test_b17_a_shard_group_of_one(ranks) -> None:
     """Groups and meshes down to one rank, also where every rank holds everything (HSDP)."""
     check_factors(ranks, 1, settings([(1,)], [None], [7]))

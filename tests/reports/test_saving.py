@@ -111,6 +111,7 @@ def test_b89_only_the_first_rank_has_the_weights(ranks, tmp_path: Path) -> None:
         ranks(2).run(cases.loaded_on_first_rank, folder=str(tmp_path), how=how)
 
 
+@pytest.mark.long
 def test_unpatched_checkpoint_under_strategies(ranks, tmp_path: Path) -> None:
     """What two unpatched ranks saved, two patched ones go on with."""
     wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy=None)[0]
