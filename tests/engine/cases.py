@@ -26,10 +26,17 @@ def world_mesh() -> Any:
 def patched(model: nn.Module, **config: Any) -> nn.Module:
     """The model, patched and sharded over all ranks, with thresholds at which small batches move too."""
     if config.get("strategy", "").startswith("fsep"):
-        # As little room as up to 8 experts allow: with more, the exact split may level the ranks and nothing moves.
-        config.setdefault("slots_per_rank", -(-8 // (config.get("group_size") or dist.get_world_size())))
+        # As little room as the experts allow: with more, the exact split may level the ranks and nothing moves.
+        ranks = config.get("group_size") or dist.get_world_size()
+        config.setdefault("slots_per_rank", -(-num_experts(model) // ranks))
     settings = {"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0, **config}
     return patch_model(model, LaerConfig(**settings), mesh=world_mesh())
+
+
+def num_experts(model: nn.Module) -> int:
+    """E, by whichever name the model's family has it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next(getattr(model.config, name) for name in names if hasattr(model.config, name))
 
 
 def batch_of(rank: int, step: int = 0, batches: tuple[Batch, ...] = UNEVEN) -> torch.Tensor:

@@ -6,12 +6,13 @@ import pytest
 
 from tests.engine import cases_edges
 
-STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
+PLAIN, PLANNED = ("ep", "fsdp"), ("llep", "fsep", "fsep+llep")
+STRATEGIES = (*PLAIN, *PLANNED)
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [0, 0, 4]], ids=str)
 @pytest.mark.parametrize("routing", ["random", "one expert", "last rank"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*(pytest.param(one, marks=pytest.mark.long) for one in PLAIN), *PLANNED])
 def test_routings_and_ranks_without_tokens(ranks, strategy: str, routing: str, counts: list[int]) -> None:
     ranks(3).run(cases_edges.routed, family="qwen3_moe", strategy=strategy, counts=counts, routing=routing, config={})
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.engine import cases
@@ -22,9 +26,14 @@ def check(ranks, world_size: int, family: str, strategy: str, **config) -> None:
         assert moved[0][MOVES[strategy]] > 0, "nothing moved: the test proved nothing"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", MAIN)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def every_way() -> Iterator[Any]:
+    """Ranks, families and strategies; some of the ends in the long tests."""
+    for world_size, family, strategy in itertools.product((1, 2, 3, 4), MAIN, STRATEGIES):
+        end = world_size in (1, 4) and (strategy in ("ep", "fsdp") or family in ("mixtral", "qwen2_moe"))
+        yield pytest.param(world_size, family, strategy, marks=[pytest.mark.long] if end else [])
+
+
+@pytest.mark.parametrize(("world_size", "family", "strategy"), every_way())
 def test_equals_unpatched(ranks, world_size: int, family: str, strategy: str) -> None:
     check(ranks, world_size, family, strategy)
 

@@ -89,7 +89,7 @@ def explore(ranks: Any, count: int, **how: Any) -> None:
 
 
 def test_random_models(ranks) -> None:
-    explore(ranks, 40, derandomize=True)
+    explore(ranks, 25, derandomize=True)
 
 
 @pytest.mark.long

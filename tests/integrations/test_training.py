@@ -9,7 +9,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.integrations import cases, cases_trl
 
-STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
+STRATEGIES = (
+    pytest.param("ep", marks=pytest.mark.long),
+    "llep",
+    "fsep",
+    "fsep+llep",
+    pytest.param("fsdp", marks=pytest.mark.long),
+)
+ONE_IS_LONG = ("llep", pytest.param("fsep", marks=pytest.mark.long))
 MOVES = {"llep": "spilled", "fsep": "moved", "fsep+llep": "spilled"}
 
 
@@ -49,7 +56,7 @@ def test_accelerate_checkpointing(ranks, settings: dict[str, str]) -> None:
     check(ranks, cases.checkpointed_by_accelerate, "fsep", **settings)
 
 
-@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize("how", [pytest.param("foreach", marks=pytest.mark.long), "fused"])
 def test_optimizers(ranks, how: str) -> None:
     check(ranks, cases.loop, "fsep", family="qwen3_moe", optimizer={how: True})
 
@@ -69,17 +76,17 @@ def test_head_in_root_unit(ranks, tmp_path, tied: bool) -> None:
     assert counts[0]["spilled"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", ONE_IS_LONG)
 def test_lora_on_attention(ranks, tmp_path, strategy: str) -> None:
     check(ranks, cases_trl.trains_lora, strategy, folder=str(tmp_path))
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", ONE_IS_LONG)
 def test_ram_efficient_loading(ranks, tmp_path, strategy: str) -> None:
     check(ranks, cases.loaded_on_one_rank, strategy, folder=str(tmp_path))
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", ONE_IS_LONG)
 def test_bf16(ranks, strategy: str) -> None:
     check(ranks, cases.in_bf16, strategy)
 
@@ -89,7 +96,7 @@ def test_hsdp(ranks, strategy: str) -> None:
     ranks(4).run(cases.hsdp, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", ONE_IS_LONG)
 def test_sharded_before_prepare(ranks, strategy: str) -> None:
     check(ranks, cases.sharded_before_prepare, strategy)
 

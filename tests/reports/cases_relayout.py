@@ -128,7 +128,8 @@ def pooled(strategy: str, checkpointing: str) -> dict[str, int]:
         sizes = {"num_hidden_layers": layers}
         plain, model = tiny_model("qwen3_moe", **sizes), tiny_model("qwen3_moe", **sizes)
         recompute = checkpointing or "layer"
-        patched(model, strategy=strategy, recompute=recompute, history=1)
+        # With room for as many on either rank, whatever the layout.
+        patched(model, strategy=strategy, recompute=recompute, history=1, slots_per_rank=5)
         if checkpointing:
             model.gradient_checkpointing_enable()
         want_of, _ = Steered(plain, [(0, 1, 0, 2)]), Steered(model, [(0, 1, 0, 2)])

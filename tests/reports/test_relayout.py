@@ -33,7 +33,7 @@ def test_b37_moments_of_moved_experts(ranks, accumulation: int) -> None:
     ranks(2).run(cases_relayout.moved, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsep+llep"])
+@pytest.mark.parametrize("strategy", [*(pytest.param(one, marks=pytest.mark.long) for one in STRATEGIES), "fsep+llep"])
 def test_b38_every_way_to_run_after_a_move(ranks, strategy: str) -> None:
     ranks(2).run(cases_relayout.every_way, strategy=strategy)
 

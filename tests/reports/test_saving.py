@@ -133,11 +133,8 @@ def test_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
 @pytest.mark.parametrize(
     ("kind", "world_size", "strategy"),
     [
-        (SHARDED, 2, "llep"),
-        *(
-            pytest.param(*way, marks=pytest.mark.long)
-            for way in [(FULL, 2, "llep"), (SHARDED, 1, None), (FULL, 4, "ep")]
-        ),
+        pytest.param(*way, marks=pytest.mark.long)
+        for way in [(SHARDED, 2, "llep"), (FULL, 2, "llep"), (SHARDED, 1, None), (FULL, 4, "ep")]
     ],
 )
 def test_trainer_resumes_elsewhere(ranks, tmp_path: Path, kind: str, world_size: int, strategy: str | None) -> None:
