@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +76,16 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 def tokens(rows: int, length: int, *, seed: int = 0, vocabulary: int = 67) -> torch.Tensor:
     """int64 ``[rows, length]`` random ids."""
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Runs that can be repeated bit by bit; each layout is waited for."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -101,6 +101,7 @@ def _run_part(
 
 
 def _rank(settings: Settings, folder: Path, start: int, stop: int, rank: int, ranks: int) -> None:
+    # As a launcher would: Accelerate knows its rank by these.
     os.environ.update(
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     )

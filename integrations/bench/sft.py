@@ -8,12 +8,10 @@ that the cost of the router is that of the model.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -29,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_laer.bench.models import FSDP2, MODELS, NATIVE, Job
 from hf_laer.bench.routing import routing
 from hf_laer.config import LaerConfig
-from hf_laer.integrations.accelerate import LaerFSDPPlugin, enable_cpu_fsdp
+from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.bench import native_ep
+from hf_laer.integrations.bench.fresh import fresh_accelerate
 from hf_laer.integrations.transformers.families import is_experts
 
 
@@ -65,7 +63,8 @@ def train(job: Job, contender: str, scenario: str, device: torch.device) -> Trai
     Raises:
         ValueError: The contender needs a newer Transformers.
     """
-    with _fresh(device), tempfile.TemporaryDirectory() as folder:
+    _give_back()
+    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         model, optimizer, backward = _prepared(job, contender, device, Path(folder))
         _force(model, scenario)
@@ -107,24 +106,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@contextmanager
-def _fresh(device: torch.device) -> Iterator[None]:
-    """Accelerate as in a new process, its variables too, and the memory of the contender before given back."""
-    if device.type == "cpu":
-        enable_cpu_fsdp()
-    _reset()
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        _reset()
-
-
-def _reset() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def _give_back() -> None:
+    """The memory of the contender before."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from hf_laer.integrations.transformers import get_engine
 from hf_laer.integrations.transformers.validate import check_state
 from hf_laer.telemetry.record import LayerRecord
 from tests.integrations import rig
-from tests.models import tiny_model
+from tests.models import repeatable, tiny_model
 
 Counts = dict[str, int]
 
@@ -81,14 +81,14 @@ def saved_and_loaded(folder: str, strategy: str, kind: str) -> Counts:
     Placements too go on as they were: every record of the second half is the same.
     """
     plugin = {"state_dict_type": kind, "laer": rig.eager(strategy=strategy, history=3)}
-    with rig.fresh_accelerate(), rig.layouts_awaited():
+    with rig.fresh_accelerate(), repeatable():
         whole = rig.Loop("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, **plugin))
         whole.train(5)
         whole.accelerator.save_state(folder)
         _records(whole)
         theirs = whole.train(5)
         expected = _records(whole)
-    with rig.fresh_accelerate(), rig.layouts_awaited():
+    with rig.fresh_accelerate(), repeatable():
         second = rig.Loop("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, **plugin))
         second.accelerator.load_state(folder)
         second.micro = 10

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_laer.integrations.accelerate import hook
 from hf_laer.integrations.trl import LaerCallback
 from tests.integrations import cases, rig, rig_trl
+from tests.models import repeatable
 
 
 def trains(folder: str, family: str, strategy: str, **settings: Any) -> cases.Counts:
@@ -97,7 +98,7 @@ def resumed(folder: str, strategy: str, kind: str) -> cases.Counts:
     runs, records = [], []
     for resume in (None, f"{folder}/checkpoint-3"):
         callback = LaerCallback(rig.eager(strategy=strategy, history=3))
-        with rig.fresh_accelerate(), rig.layouts_awaited():
+        with rig.fresh_accelerate(), repeatable():
             runs.append(rig_trl.run_sft(folder, "qwen3_moe", [callback], resume, **settings))
         records.append(list(callback.records))
     rig.assert_same(runs[1], runs[0])

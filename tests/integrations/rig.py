@@ -5,22 +5,19 @@ Run in a rank process with a gloo process group. Sizes are such that nothing div
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_laer.config import LaerConfig
-from hf_laer.integrations.accelerate import enable_cpu_fsdp
+from hf_laer.integrations.bench.fresh import fresh_accelerate
 from tests.models import tiny_model, tokens
 
 # AdamW divides by sqrt(v) + eps: with the default, gradients of 1e-8 are all rounding, and move weights by a
@@ -35,30 +32,6 @@ def eager(**settings: Any) -> LaerConfig:
         # As little room as up to 8 experts allow: with more, the exact split may level the ranks and nothing moves.
         settings.setdefault("slots_per_rank", -(-8 // dist.get_world_size()) if dist.is_initialized() else None)
     return LaerConfig(**{"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0, "history": 1, **settings})
-
-
-@contextmanager
-def layouts_awaited() -> Iterator[None]:
-    """Runs whose layouts can be repeated: deterministic ones wait for each."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate as in a new process of a launcher, for one case; its variables are put back afterwards."""
-    before = dict(os.environ)
-    enable_cpu_fsdp()
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def reference(run: Callable[..., dict[str, Any]], *args: Any, **settings: Any) -> dict[str, Any]:

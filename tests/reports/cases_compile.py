@@ -27,7 +27,7 @@ from tests.engine.cases import (
 )
 from tests.integrations import rig
 from tests.integrations.cases import Counts, counted
-from tests.models import assert_close, full, tiny_model
+from tests.models import assert_close, full, repeatable, tiny_model
 
 Gradients = dict[str, torch.Tensor]
 
@@ -92,21 +92,12 @@ def _rerouted(engine: Any) -> int:
 
 def deterministic(family: str, strategy: str) -> None:
     """B79. Two runs of two steps in deterministic mode, which fills fresh memory with NaN: the same bits."""
-    with _deterministic():
+    with repeatable():
         runs = [_two_steps(family, strategy) for _ in range(2)]
     (losses, got), (more, again) = runs
     assert losses == more
     _assert_equal(got, again)
     assert all(grad.isfinite().all() for grad in got.values())
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _two_steps(family: str, strategy: str) -> tuple[list[float], Gradients]:

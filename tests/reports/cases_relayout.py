@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from tests.engine.cases import (
     patched,
     reference_gradients,
 )
-from tests.models import assert_close, full, tiny_model, tokens
+from tests.models import assert_close, full, repeatable, tiny_model, tokens
 from tests.reports.steered import Steered
 
 NEVER = 10**6
@@ -53,16 +51,6 @@ def layouts_of(model: nn.Module) -> list[Any]:
         return []
     versions = [engine._tuner(layer)._newest(wait=True) for layer in engine.layers.values()]
     return [[placement.slots.tolist() for placement in version.placements] for version in versions]
-
-
-@contextmanager
-def repeatable() -> Iterator[None]:
-    """Layouts are waited for, so that two runs use the same."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def plans_of(model: nn.Module) -> list[tuple[str, str]]:
