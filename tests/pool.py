@@ -96,7 +96,7 @@ class RankPool:
                     failures.append(f"--- rank {rank} failed ---\n{value}")
             if failures:
                 # The others may wait for the failed one for ever: give them a moment to fail by themselves.
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + 10)
         failures += [f"--- rank {rank} hung ---\n{self._stack(worker)}" for rank, worker in waiting.items()]
         return results, failures
 
@@ -115,7 +115,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="hf_laer_ranks_")
-        context = multiprocessing.get_context("spawn")
+        context = _context(self.world_size)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder) / f"stacks-{rank}"
@@ -125,6 +125,18 @@ class RankPool:
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours, stacks))
+
+
+def _context(world_size: int) -> Any:
+    """Forks of one process that has imported everything; three ranks are started anew, each with its own hash seed.
+
+    An order that comes from a set would else be the same on all ranks in every test.
+    """
+    if world_size == 3:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    return context
 
 
 def _serve(rank: int, world_size: int, folder: str, stacks: str, pipe: Connection, path: list[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,6 +72,34 @@ def reference_gradients(
     }
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What the unpatched small model makes of one step; shared between cases, not to be changed.
+
+    Args:
+        losses: Each rank's.
+        gradients: Their mean's, by name.
+        logits: This rank's.
+    """
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    logits: torch.Tensor
+
+
+def expected(family: str, step: int = 0, changes: dict[str, Any] | None = None) -> Expected:
+    """One step of ``tiny_model(family, **changes)``, computed once for all cases of this process."""
+    return _expected(family, step, tuple(sorted((changes or {}).items())), str(torch.get_default_device()))
+
+
+@lru_cache(maxsize=128)
+def _expected(family: str, step: int, changes: tuple[tuple[str, Any], ...], device: str) -> Expected:
+    plain = tiny_model(family, **dict(changes))
+    with torch.no_grad():
+        logits = plain(input_ids=batch_of(dist.get_rank(), step)).logits
+    return Expected(*reference_gradients(plain, step), logits)
+
+
 def compare_gradients(model: nn.Module, want: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
     """Every named parameter's gradient against the reference."""
     average_dense_gradients(model)
@@ -95,20 +125,18 @@ def equal_to_unpatched(
         How much moved: ``spilled`` tokens, ``moved`` replicas.
     """
     rank = dist.get_rank()
-    plain, model = tiny_model(family, **(changes or {})), tiny_model(family, **(changes or {}))
-    patched(model, **config)
+    model = patched(tiny_model(family, **(changes or {})), **config)
     if prepare is not None:
         prepare(model)
     for step in range(steps):
-        losses, want = reference_gradients(plain, step)
+        want = expected(family, step, changes)
         model.zero_grad()
         ids = batch_of(rank, step)
         out = model(input_ids=ids, labels=ids, use_cache=False)
-        with torch.no_grad():
-            assert_close(out.logits, plain(input_ids=ids).logits, "logits")
-        assert abs(out.loss.item() - losses[rank]) <= 1e-5 * abs(losses[rank])
+        assert_close(out.logits.detach(), want.logits, "logits")
+        assert abs(out.loss.item() - want.losses[rank]) <= 1e-5 * abs(want.losses[rank])
         out.loss.backward()
-        compare_gradients(model, want)
+        compare_gradients(model, want.gradients)
     return movement(model)
 
 

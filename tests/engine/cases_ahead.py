@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.shard import ahead
-from tests.engine.cases import batch_of, compare_gradients, loss_of, movement, patched, reference_gradients
+from tests.engine.cases import batch_of, compare_gradients, expected, loss_of, movement, patched, reference_gradients
 from tests.models import tiny_model
 
 LAYERS = 3
@@ -20,14 +20,14 @@ SETTINGS: dict[str, Any] = {"slots_per_rank": 3, "history": 1}
 
 def counted(strategy: str, checkpointing: bool, **config: Any) -> dict[str, int]:
     """Equals the unpatched model; counts what set out in the third step: ahead, whole layers, and what was spilled."""
-    plain, model = (tiny_model("qwen3_moe", num_hidden_layers=LAYERS) for _ in range(2))
-    patched(model, strategy=strategy, **SETTINGS, **config)
+    sizes = {"num_hidden_layers": LAYERS}
+    model = patched(tiny_model("qwen3_moe", **sizes), strategy=strategy, **SETTINGS, **config)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     engine = get_engine(model)
     assert engine is not None
     for step in range(2):
-        _compared(model, plain, step)
+        _held_to(expected("qwen3_moe", step, sizes).gradients, model, step)
     movement(model)
     unsharder, found = engine.unsharder, {"ahead": 0, "whole": 0, "layers": LAYERS}
     expect, begin = unsharder.expect, unsharder.begin
@@ -42,13 +42,17 @@ def counted(strategy: str, checkpointing: bool, **config: Any) -> dict[str, int]
         return coming
 
     unsharder.expect, unsharder.begin = expecting, beginning  # type: ignore[method-assign]
-    _compared(model, plain, 2)
+    _held_to(expected("qwen3_moe", 2, sizes).gradients, model, 2)
     assert unsharder._ahead is None, "something is on its way for nobody"
     return found | {"spilled": movement(model)["spilled"]}
 
 
 def _compared(model: nn.Module, plain: nn.Module, step: int) -> None:
     _, want = reference_gradients(plain, step)
+    _held_to(want, model, step)
+
+
+def _held_to(want: dict[str, torch.Tensor], model: nn.Module, step: int) -> None:
     model.zero_grad()
     loss_of(model, batch_of(dist.get_rank(), step)).backward()
     compare_gradients(model, want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tests.engine.cases import (
     average_dense_gradients,
     batch_of,
     compare_gradients,
+    expected,
     loss_of,
     movement,
     patched,
@@ -76,30 +78,28 @@ def _routed_inputs(count: int, routing: str, seed: int) -> tuple[torch.Tensor, t
     return hidden, index, weights
 
 
-def _two_steps(plain: nn.Module, model: nn.Module) -> dict[str, int]:
+def _two_steps(family: str, model: nn.Module) -> dict[str, int]:
     """Every gradient of two micro-batches against the unpatched model's; how much moved."""
     for step in range(2):
-        _, want = reference_gradients(plain, step)
         model.zero_grad()
         loss_of(model, batch_of(dist.get_rank(), step)).backward()
-        compare_gradients(model, want)
+        compare_gradients(model, expected(family, step).gradients)
     return movement(model)
 
 
 def grouped(family: str, strategy: str, group_size: int) -> dict[str, int]:
     """Token groups below the world: homes stay on the whole mesh, gradients of all groups add up."""
-    plain, model = tiny_model(family), tiny_model(family)
-    patched(model, strategy=strategy, group_size=group_size, history=1)
-    return _two_steps(plain, model)
+    model = patched(tiny_model(family), strategy=strategy, group_size=group_size, history=1)
+    return _two_steps(family, model)
 
 
 def replicated(family: str, strategy: str) -> dict[str, int]:
     """HSDP: two replicas of two shards; averaged once, over all four."""
-    plain, model = tiny_model(family), tiny_model(family)
+    model = tiny_model(family)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     config = LaerConfig(strategy=strategy, min_tokens_per_gemm=1, imbalance_threshold=1.0, history=1)
     patch_model(model, config, mesh=mesh)
-    return _two_steps(plain, model)
+    return _two_steps(family, model)
 
 
 def frozen(family: str, strategy: str, frozen_names: tuple[str, ...]) -> None:
@@ -137,9 +137,9 @@ def stepped(family: str, strategy: str, optimizer: str, made: str) -> None:
         loss_of(model, batch_of(dist.get_rank(), step)).backward()
         average_dense_gradients(model)
         ours.step()
-    for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_close(full(got.data), expected.data, name, 2e-5)
-        for key, state in theirs.state[expected].items():
+    for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(full(got.data), want.data, name, 2e-5)
+        for key, state in theirs.state[want].items():
             if torch.is_tensor(state) and state.ndim:
                 assert_close(full(ours.state[got][key]), state, f"{key} of {name}", 1e-4)
 
@@ -172,42 +172,53 @@ def auxiliary(family: str, strategy: str) -> None:
     model.zero_grad()
     ids = batch_of(rank)
     out = model(input_ids=ids, labels=ids, use_cache=False)
-    expected = plain(input_ids=ids, labels=ids, use_cache=False)
-    assert len(out.router_logits) == len(expected.router_logits)
-    assert_close(out.aux_loss, expected.aux_loss, "aux loss")
+    theirs = plain(input_ids=ids, labels=ids, use_cache=False)
+    assert len(out.router_logits) == len(theirs.router_logits)
+    assert_close(out.aux_loss, theirs.aux_loss, "aux loss")
     out.loss.backward()
     compare_gradients(model, more)
     router = next(name for name in want if name.endswith(("gate.weight", "router.weight")))
     assert not torch.allclose(want[router], more[router])
 
 
+# Enough tokens that a near tie which rounding decides otherwise does not rule the result.
+MANY = ((8, 16), (7, 12))
+Gradients = dict[str, torch.Tensor]
+
+
 def half_precision(
     family: str, strategy: str, steps: int = 6, changes: dict[str, Any] | None = None
 ) -> dict[str, tuple[float, float]]:
     """Errors of bf16 gradients against fp32, the unpatched model's and ours, by parameter, over several batches."""
-    sizes = changes or {}
-    # Enough tokens that a near tie which rounding decides otherwise does not rule the result.
-    batches = ((8, 16), (7, 12))
-    exact = tiny_model(family, **sizes)
-    plain, model = (tiny_model(family, dtype=torch.bfloat16, **sizes) for _ in range(2))
-    for which in (plain, model):
-        which.load_state_dict(exact.state_dict())
-    exact.load_state_dict(plain.state_dict())
+    start, expected_steps = _half_expected(family, steps, tuple(sorted((changes or {}).items())))
+    model = tiny_model(family, dtype=torch.bfloat16, **(changes or {}))
+    model.load_state_dict(start)
     patched(model, strategy=strategy)
     # A handful of numbers has no statistics: tensors that small count together.
     keys = {name: name if p.numel() >= 32 else "small" for name, p in model.named_parameters()}
     squares = {key: [0.0, 0.0, 0.0] for key in keys.values()}
-    for step in range(steps):
-        _, want = reference_gradients(exact, step, batches)
-        _, theirs = reference_gradients(plain, step, batches)
+    for step, (want, theirs) in enumerate(expected_steps):
         model.zero_grad()
-        loss_of(model, batch_of(dist.get_rank(), step, batches)).backward()
+        loss_of(model, batch_of(dist.get_rank(), step, MANY)).backward()
         average_dense_gradients(model)
         for name, parameter in model.named_parameters():
             for at, grad in enumerate((theirs[name], full(parameter.grad))):
                 squares[keys[name]][at] += float((grad.float() - want[name]).square().sum())
             squares[keys[name]][2] += float(want[name].square().sum())
     return {name: ((a / norm) ** 0.5, (b / norm) ** 0.5) for name, (a, b, norm) in squares.items()}
+
+
+@lru_cache(maxsize=16)
+def _half_expected(
+    family: str, steps: int, changes: tuple[tuple[str, Any], ...]
+) -> tuple[Gradients, list[tuple[Gradients, Gradients]]]:
+    """The unpatched model's bf16 weights, and for each step its gradients in fp32 and in bf16; computed once."""
+    exact = tiny_model(family, **dict(changes))
+    plain = tiny_model(family, dtype=torch.bfloat16, **dict(changes))
+    plain.load_state_dict(exact.state_dict())
+    exact.load_state_dict(plain.state_dict())
+    both = [tuple(reference_gradients(model, step, MANY)[1] for model in (exact, plain)) for step in range(steps)]
+    return plain.state_dict(), both
 
 
 def mesh_and_state() -> None:

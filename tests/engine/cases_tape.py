@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.integrations.transformers.experts import mark_of
-from tests.engine.cases import batch_of, compare_gradients, loss_of, patched, reference_gradients
+from tests.engine.cases import batch_of, compare_gradients, expected, loss_of, patched
 from tests.models import tiny_model
 
 
@@ -25,24 +25,24 @@ def _recomputing(model: nn.Module, how: str) -> None:
 
 def checkpointed(family: str, strategy: str, recompute: str, how: str, order: str) -> dict[str, Any]:
     """Two micro-batches in flight, backward in either order, an evaluation between forward and backward."""
-    plain, model = tiny_model(family), tiny_model(family)
+    model = tiny_model(family)
     if order == "before":
         _recomputing(model, how)
     patched(model, strategy=strategy, recompute=recompute, history=1)
     if order != "before":
         _recomputing(model, how)
     rank = dist.get_rank()
-    first, want = reference_gradients(plain, 0)
-    second, more = reference_gradients(plain, 1)
+    wanted = [expected(family, step) for step in (0, 1)]
     losses = [loss_of(model, batch_of(rank, step)) for step in (0, 1)]
     with torch.no_grad():
         loss_of(model.eval(), batch_of(rank, 7))
     model.train()
     for loss in losses if order == "same" else reversed(losses):
         loss.backward()
-    compare_gradients(model, {name: want[name] + more[name] for name in want})
-    for got, expected in zip(losses, (first, second), strict=True):
-        assert abs(got.item() - expected[rank]) <= 1e-5 * abs(expected[rank])
+    first, second = (want.gradients for want in wanted)
+    compare_gradients(model, {name: first[name] + second[name] for name in first})
+    for got, want in zip(losses, wanted, strict=True):
+        assert abs(got.item() - want.losses[rank]) <= 1e-5 * abs(want.losses[rank])
     engine = get_engine(model)
     assert engine is not None
     records = engine.recorder.drain()
@@ -55,10 +55,9 @@ def checkpointed(family: str, strategy: str, recompute: str, how: str, order: st
 
 def kept_graph(family: str, recompute: str) -> None:
     """Backward twice through one graph doubles every gradient."""
-    plain, model = tiny_model(family), tiny_model(family)
-    patched(model, strategy="llep", recompute=recompute)
+    model = patched(tiny_model(family), strategy="llep", recompute=recompute)
     model.gradient_checkpointing_enable()
-    _, want = reference_gradients(plain)
+    want = expected(family).gradients
     loss = loss_of(model, batch_of(dist.get_rank()))
     loss.backward(retain_graph=True)
     loss.backward()

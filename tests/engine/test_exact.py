@@ -33,7 +33,7 @@ def every_way() -> Iterator[Any]:
         yield pytest.param(world_size, family, strategy, marks=[pytest.mark.long] if end else [])
 
 
-@pytest.mark.parametrize(("world_size", "family", "strategy"), every_way())
+@pytest.mark.parametrize(("world_size", "family", "strategy"), list(every_way()))
 def test_equals_unpatched(ranks, world_size: int, family: str, strategy: str) -> None:
     check(ranks, world_size, family, strategy)
 

@@ -47,28 +47,28 @@ def assert_same_records(ours: list[LayerRecord], theirs: list[LayerRecord]) -> N
         assert (mine.moved, mine.spilled) == (other.moved, other.spilled)
 
 
-def loop(family: str, strategy: str, plugin: dict[str, Any] | None = None, **settings: Any) -> Counts:
-    """Ten AdamW steps of a plain Accelerate loop, patched and not: the same."""
-    theirs = rig.reference(rig.run_loop, "", family, plugin, **settings)
+def loop(family: str, strategy: str, plugin: dict[str, Any] | None = None, steps: int = 10, **settings: Any) -> Counts:
+    """AdamW steps of a plain Accelerate loop, patched and not: the same."""
+    theirs = rig.reference(rig.run_loop, "", family, plugin, steps, **settings)
     with rig.fresh_accelerate():
         made = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy), **plugin or {})
         run = rig.Loop(family, made, **settings)
-        ours = run.train(10)
+        ours = run.train(steps)
         engine = get_engine(run.model)
     rig.assert_same(ours, theirs)
     assert engine is not None
     return counted(engine.recorder.drain())
 
 
-def checkpointed_by_accelerate(strategy: str, **settings: Any) -> Counts:
+def checkpointed_by_accelerate(strategy: str, steps: int, **settings: Any) -> Counts:
     """Accelerate's own activation checkpointing changes nothing."""
-    theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", None, steps)
     with rig.fresh_accelerate():
         made = rig.fsdp_plugin(
             LaerFSDPPlugin, laer=rig.eager(strategy=strategy, **settings), activation_checkpointing=True
         )
         run = rig.Loop("qwen3_moe", made)
-        ours = run.train(10)
+        ours = run.train(steps)
         engine = get_engine(run.model)
     rig.assert_same(ours, theirs)
     assert engine is not None
@@ -76,25 +76,25 @@ def checkpointed_by_accelerate(strategy: str, **settings: Any) -> Counts:
 
 
 def saved_and_loaded(folder: str, strategy: str, kind: str) -> Counts:
-    """Five steps, ``save_state``, a fresh process's ``load_state``, five more: the same as ten in one go.
+    """Three steps, ``save_state``, a fresh process's ``load_state``, three more: the same as six in one go.
 
     Placements too go on as they were: every record of the second half is the same.
     """
     plugin = {"state_dict_type": kind, "laer": rig.eager(strategy=strategy, history=3)}
     with rig.fresh_accelerate(), repeatable():
         whole = rig.Loop("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, **plugin))
-        whole.train(5)
+        whole.train(3)
         whole.accelerator.save_state(folder)
         _records(whole)
-        theirs = whole.train(5)
+        theirs = whole.train(3)
         expected = _records(whole)
     with rig.fresh_accelerate(), repeatable():
         second = rig.Loop("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, **plugin))
         second.accelerator.load_state(folder)
-        second.micro = 10
-        ours = second.train(5)
+        second.micro = 6
+        ours = second.train(3)
         found = _records(second)
-    rig.assert_same(ours, {**theirs, **{key: theirs[key][5:] for key in ("loss", "grad_norm")}})
+    rig.assert_same(ours, {**theirs, **{key: theirs[key][3:] for key in ("loss", "grad_norm")}})
     assert_same_records(found, expected)
     return counted(expected)
 
@@ -103,16 +103,16 @@ def baseline_checkpoint(folder: str, strategy: str, kind: str) -> Counts:
     """A checkpoint of unpatched FSDP2 resumes under a patched model, optimizer included."""
     with rig.fresh_accelerate():
         plain = rig.Loop("qwen3_moe", rig.fsdp_plugin(state_dict_type=kind))
-        plain.train(5)
+        plain.train(3)
         plain.accelerator.save_state(folder)
-        theirs = plain.train(5)
+        theirs = plain.train(3)
     with rig.fresh_accelerate():
         plugin = rig.fsdp_plugin(LaerFSDPPlugin, state_dict_type=kind, laer=rig.eager(strategy=strategy))
         second = rig.Loop("qwen3_moe", plugin)
         second.accelerator.load_state(folder)
-        second.micro = 10
-        ours = second.train(5)
-    rig.assert_same(ours, {**theirs, **{key: theirs[key][5:] for key in ("loss", "grad_norm")}})
+        second.micro = 6
+        ours = second.train(3)
+    rig.assert_same(ours, {**theirs, **{key: theirs[key][3:] for key in ("loss", "grad_norm")}})
     return counted(_records(second))
 
 
@@ -142,31 +142,31 @@ def _records(run: rig.Loop) -> list[LayerRecord]:
     return engine.recorder.drain()
 
 
-def loaded_on_one_rank(folder: str, strategy: str) -> Counts:
+def loaded_on_one_rank(folder: str, strategy: str, steps: int) -> Counts:
     """RAM-efficient loading: only rank 0 has the weights before ``prepare``, all have their shards after."""
     with rig.fresh_accelerate():
         if dist.get_rank() == 0:
             tiny_model("qwen3_moe").save_pretrained(folder)
         dist.barrier()
-        theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
+        theirs = rig.reference(rig.run_loop, "", "qwen3_moe", None, steps)
         plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy), cpu_ram_efficient_loading=True)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").train()
         run = rig.Loop("qwen3_moe", plugin, model=model)
         assert accelerator.state is not None
-        ours = run.train(10)
+        ours = run.train(steps)
     rig.assert_same(ours, theirs)
     return counted(_records(run))
 
 
-def in_bf16(strategy: str) -> Counts:
+def in_bf16(strategy: str, steps: int) -> Counts:
     """bf16 compute over fp32 masters: dtypes are FSDP2's, losses near the unpatched bf16 run's."""
     bf16 = {"mixed_precision": "bf16", "dtype": torch.bfloat16}
-    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", **bf16)
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", None, steps, **bf16)
     with rig.fresh_accelerate():
         plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy))
         run = rig.Loop("qwen3_moe", plugin, **bf16)
-        ours = run.train(10)
+        ours = run.train(steps)
         engine = get_engine(run.model)
         assert engine is not None
         assert engine.compute_dtype == engine.reduce_dtype == torch.bfloat16
@@ -180,12 +180,12 @@ def in_bf16(strategy: str) -> Counts:
 
 def hsdp(strategy: str) -> Counts:
     """Two replicas of two shards, on four ranks: as unpatched HSDP."""
-    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", parallelism=(2, 2))
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", None, 5, parallelism=(2, 2))
     room = {"slots_per_rank": 4} if strategy.startswith("fsep") else {}
     with rig.fresh_accelerate():
         plugin = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy, **room))
         run = rig.Loop("qwen3_moe", plugin, parallelism=(2, 2))
-        ours = run.train(10)
+        ours = run.train(5)
         expert = run.model.model.layers[0].mlp.experts.down_proj
         assert expert.device_mesh == run.model.lm_head.weight.device_mesh
         assert expert.device_mesh.shape == (2, 2)
@@ -193,14 +193,14 @@ def hsdp(strategy: str) -> Counts:
     return counted(_records(run))
 
 
-def sharded_before_prepare(strategy: str) -> Counts:
+def sharded_before_prepare(strategy: str, steps: int) -> Counts:
     """``patch_model(mesh=...)`` first: Accelerate leaves the homes alone."""
-    theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", None, steps)
     with rig.fresh_accelerate():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         model = patch_model(tiny_model("qwen3_moe"), rig.eager(strategy=strategy), mesh=mesh)
         run = rig.Loop("qwen3_moe", rig.fsdp_plugin(), model=model)
-        ours = run.train(10)
+        ours = run.train(steps)
     rig.assert_same(ours, theirs)
     return counted(_records(run))
 

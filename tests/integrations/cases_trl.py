@@ -20,7 +20,7 @@ from tests.models import repeatable
 
 
 def trains(folder: str, family: str, strategy: str, **settings: Any) -> cases.Counts:
-    """Ten AdamW steps of TRL SFT, patched and not: loss, gradient norm and weights are the same."""
+    """AdamW steps of TRL SFT (ten by default), patched and not: loss, gradient norm and weights are the same."""
     plain = {key: value for key, value in settings.items() if "checkpointing" not in key}
     theirs = rig.reference(rig_trl.run_sft, folder, family, **plain)
     callback = LaerCallback(rig.eager(strategy=strategy))
@@ -33,9 +33,9 @@ def trains(folder: str, family: str, strategy: str, **settings: Any) -> cases.Co
     return counts
 
 
-def evaluates(folder: str, strategy: str) -> cases.Counts:
+def evaluates(folder: str, strategy: str, **settings: Any) -> cases.Counts:
     """Evaluation during training: the same losses, and nothing recorded of it."""
-    return trains(folder, "qwen3_moe", strategy, eval_strategy="steps", eval_steps=2)
+    return trains(folder, "qwen3_moe", strategy, eval_strategy="steps", eval_steps=2, **settings)
 
 
 def head_in_root_unit(folder: str, tied: bool) -> cases.Counts:
@@ -43,7 +43,7 @@ def head_in_root_unit(folder: str, tied: bool) -> cases.Counts:
 
     Evaluation and a checkpoint in mid-training are what fails without it there.
     """
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "sizes": {"tie_word_embeddings": tied}}
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "sizes": {"tie_word_embeddings": tied}}
     cured = hook._one_tail
     hook._one_tail = hook._tail_in_root
     callback = LaerCallback(rig.eager(strategy="llep"))
@@ -85,10 +85,10 @@ def trains_twice_and_saves(folder: str, strategy: str) -> None:
     dist.barrier()
 
 
-def trains_lora(folder: str, strategy: str) -> cases.Counts:
+def trains_lora(folder: str, strategy: str, **settings: Any) -> cases.Counts:
     """LoRA on attention, experts frozen: the same adapters as unpatched."""
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    return trains(folder, "qwen3_moe", strategy, peft=lora)
+    return trains(folder, "qwen3_moe", strategy, peft=lora, **settings)
 
 
 def resumed(folder: str, strategy: str, kind: str) -> cases.Counts:

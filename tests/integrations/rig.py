@@ -155,6 +155,8 @@ class Loop:
         self.numbers["grad_norm"].append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
 
-def run_loop(_: str, family: str, plugin: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """Ten steps of the unpatched loop."""
-    return Loop(family, fsdp_plugin(**plugin or {}), **settings).train(10)
+def run_loop(
+    _: str, family: str, plugin: dict[str, Any] | None = None, steps: int = 10, **settings: Any
+) -> dict[str, Any]:
+    """Steps of the unpatched loop."""
+    return Loop(family, fsdp_plugin(**plugin or {}), **settings).train(steps)

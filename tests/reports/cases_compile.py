@@ -207,7 +207,7 @@ def compiled_model(strategy: str, backend: str, whole: bool) -> Compiled:
 
 def regional(strategy: str, backend: str, checkpointing: bool) -> tuple[Counts, Compiled]:
     """Accelerate's regional compilation under FSDP2: ten AdamW steps are the uncompiled, unpatched run's."""
-    theirs = rig.reference(rig.run_loop, "", "qwen3_moe")
+    theirs = rig.reference(rig.run_loop, "", "qwen3_moe", None, 10)
     plugin = {"activation_checkpointing": checkpointing, "laer": rig.eager(strategy=strategy)}
     dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
     with rig.fresh_accelerate(), _counting() as compiled:

@@ -199,7 +199,7 @@ def every_way(strategy: str) -> None:
         same(model(input_ids=ids, use_cache=False).logits, "no_grad")
     with torch.inference_mode():
         same(model(input_ids=ids, use_cache=False).logits, "inference_mode")
-    compiled = torch.compile(model, backend="eager", dynamic=True)
+    compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         same(compiled(input_ids=ids, use_cache=False).logits, "compiled")
     prompt = tokens(2, 5, seed=rank)

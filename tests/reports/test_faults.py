@@ -122,10 +122,10 @@ def test_checked_training_equals_the_unpatched_model(ranks) -> None:
 
 def test_a_rank_dies(ranks, tmp_path) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
-        ranks(3).run(cases_faults.dies, folder=str(tmp_path))
-    for rank in (0, 2):
+        ranks(4).run(cases_faults.dies, folder=str(tmp_path))
+    for rank in (0, 2, 3):
         seconds, message = Path(tmp_path, f"{rank}.txt").read_text().split(" ", 1)
-        assert float(seconds) < 5
+        assert float(seconds) < 10
         match = WHERE.match(message)
         assert match, message
         assert (match[1], match[4]) == (str(rank), "model.layers.1.mlp.experts")

@@ -52,7 +52,7 @@ def check_factors(ranks: Any, world_size: int, wanted: list[dict[str, Any]]) -> 
         assert len(of_rank) == len(wanted)
         for setting, factors in of_rank:
             wrong = {name: factor for name, factor in factors.items() if not abs(factor - 1) <= 1e-5}
-            assert len(factors) == 10
+            assert len(factors) == 8
             assert not wrong, f"{setting}: {wrong}"
 
 
