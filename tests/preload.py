@@ -1,4 +1,4 @@
-"""What rank processes need, imported once: they are forks of a process that has imported this and done nothing else."""
+"""What rank processes need, imported once: they are forks of one process that has imported this."""
 
 from __future__ import annotations
 
