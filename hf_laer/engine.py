@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.routes import make_routes
 from hf_laer.comm.watch import Watch, Where
+from hf_laer.compute.routing import count
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.layer import MoELayer, Run
@@ -233,9 +234,7 @@ class Engine:
         micro_batch = layer.forwards
         layer.forwards += 1
         self.watch.where = Where(layer.name, "forward" if training else "evaluation", micro_batch)
-        experts = layer.spec.num_experts
-        counts = torch.zeros(experts, dtype=torch.int64, device=top_k_index.device)
-        counts.scatter_add_(0, top_k_index.reshape(-1), torch.ones_like(top_k_index).reshape(-1))
+        counts = count(top_k_index, layer.spec.num_experts)
         loads, placements = self._gather(layer, counts)
         started = time.perf_counter()
         plans = self._plans(loads, placements)

@@ -72,10 +72,20 @@ class Products:
 
     def __post_init__(self) -> None:
         self._weights = self.sizes.make(max(1, self.sizes.experts // dist.get_world_size()))
+        self._operands: tuple[Any, ...] | None = None
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        if self._operands is None:
+            self._operands = self._made(index.numel())
+        return _Products.apply(hidden, *self._operands)
+
+    def _made(self, count: int) -> tuple[Any, ...]:
+        """Once, so that the products are all that is timed."""
         up, down = (weight.detach() for weight in self._weights)
-        return _Products.apply(hidden, index.numel(), up, down)
+        share = max(1, count // len(up))
+        groups = Groups.of([share] * len(up), up.device)
+        rows, act = (torch.randn(share * len(up), up.shape[2], dtype=up.dtype, device=up.device) for up in (up, down))
+        return groups, rows, rows_times(rows, (up.transpose(1, 2),), groups), act, up, down
 
 
 Rivals = Mapping[str, Callable[[BenchWeights], Any]]
@@ -101,25 +111,29 @@ class _Products(torch.autograd.Function):
     """Two products forward, four backward, on rows that need no routing."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, count: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        share = count // len(up)
-        groups = Groups.of([share] * len(up), hidden.device)
-        rows = hidden.repeat(-(-share * len(up) // len(hidden)), 1)[: share * len(up)]
-        first = rows_times(rows, (up.transpose(1, 2),), groups)
-        act = first[:, : first.shape[1] // 2]
-        rows_times(act.contiguous(), (down.transpose(1, 2),), groups)
-        ctx.save_for_backward(rows, first, act.contiguous(), up, down)
-        ctx.groups = groups
-        return hidden.clone()
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        groups: Groups,
+        rows: torch.Tensor,
+        first: torch.Tensor,
+        act: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        rows_times(rows, (up.transpose(1, 2),), groups)
+        rows_times(act, (down.transpose(1, 2),), groups)
+        ctx.operands = groups, rows, first, act, up, down
+        return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        rows, first, act, up, down = ctx.saved_tensors
-        rows_times(rows, (down,), ctx.groups)
-        rows_times(first, (up,), ctx.groups)
-        rows_outer(first, rows, ctx.groups, (len(up),))
-        rows_outer(rows, act, ctx.groups, (len(up),))
-        return grad, None, None, None
+        groups, rows, first, act, up, down = ctx.operands
+        rows_times(rows, (down,), groups)
+        rows_times(first, (up,), groups)
+        rows_outer(first, rows, groups, (len(up),))
+        rows_outer(rows, act, groups, (len(up),))
+        return grad, None, None, None, None, None, None
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,11 @@ class Communicators:
     weights: Communicator = field(default_factory=LocalCommunicator)
     replicas: Communicator = field(default_factory=LocalCommunicator)
 
+    @property
+    def averaged_over(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return self.weights.size * self.replicas.size
+
 
 def communicators(mesh: DeviceMesh, group_size: int, watch: Watch, check: bool = False) -> Communicators:
     """Makes and warms the groups of a 1-D (shard) or 2-D (replicate, shard) mesh.

@@ -14,9 +14,12 @@ def dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> torch.
     return comm.all_to_all(tokens[routes.row_token], routes.send_rows, routes.receive_rows)
 
 
-def combine(rows: torch.Tensor, routes: Routes, comm: Communicator, dtype: torch.dtype) -> torch.Tensor:
-    """The adjoint: ``[R_in, H]`` back to their tokens, summed in float32, ``[T, H]`` in ``dtype``. Collective."""
-    return gather_sum(comm.all_to_all(rows, routes.receive_rows, routes.send_rows), routes.token_rows, dtype)
+def combine(
+    rows: torch.Tensor, routes: Routes, comm: Communicator, dtype: torch.dtype, scale: float = 1.0
+) -> torch.Tensor:
+    """The adjoint: ``[R_in, H]`` back to their tokens, summed in float32 and scaled, ``[T, H]`` in ``dtype``."""
+    back = comm.all_to_all(rows, routes.receive_rows, routes.send_rows)
+    return gather_sum(back, routes.token_rows, dtype, scale=scale)
 
 
 def return_gates(grad: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:

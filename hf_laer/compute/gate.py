@@ -109,8 +109,10 @@ def recognize(function: Callable[[torch.Tensor], torch.Tensor], alpha: float, li
         alpha: The module's ``alpha``, if it has one.
         limit: The module's ``limit``, if it has one.
     """
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(8, 24, generator=generator) * torch.tensor([1.0, 10.0]).repeat_interleave(4).unsqueeze(1)
+    # On the CPU, also where the default device is another.
+    cpu = torch.device("cpu")
+    probe = torch.randn(8, 24, generator=torch.Generator(cpu).manual_seed(0), device=cpu)
+    probe *= torch.tensor([1.0, 10.0], device=cpu).repeat_interleave(4).unsqueeze(1)
     try:
         with torch.no_grad():
             want = function(probe)

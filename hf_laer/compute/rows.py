@@ -35,6 +35,7 @@ def gather_sum(
     weights: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     slot: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Sums for each row the values at its places, in float32 and in a fixed order.
 
@@ -45,6 +46,7 @@ def gather_sum(
         weights: float32 ``[M]``, a factor for each value, or ``None``.
         bias: ``[S, H]``, added to each value before its factor, or ``None``.
         slot: int64 ``[M]``, each value's row of ``bias``.
+        scale: A factor for each sum, before it is rounded.
 
     Returns:
         ``[R, H]`` in ``out_dtype``.
@@ -52,7 +54,7 @@ def gather_sum(
     if usable(values):
         from hf_laer.compute.kernels.rows import gather_sum as kernel
 
-        return kernel(values, table, out_dtype, weights, bias, slot)
+        return kernel(values, table, out_dtype, weights, bias, slot, scale)
     total = values.new_zeros(table.shape[0], values.shape[1], dtype=torch.float32)
     if len(values) == 0:
         return total.to(out_dtype)
@@ -65,4 +67,4 @@ def gather_sum(
             part.mul_(weights[there].unsqueeze(1))
         # Not a product with zero: an infinity that belongs to another row must not become NaN here.
         total.add_(part.masked_fill_((column < 0).unsqueeze(1), 0.0))
-    return total.to(out_dtype)
+    return total.mul_(scale).to(out_dtype)

@@ -188,6 +188,7 @@ class Reshard:
         comm: The ranks over which the homes are sharded.
         replicas: Ranks that hold the same blocks (HSDP).
         pending: What arrives from other ranks, if anything travels.
+        scale: Factor of the sum over ranks and replicas.
     """
 
     homes: dict[str, Home]
@@ -197,9 +198,10 @@ class Reshard:
     comm: Communicator
     replicas: Communicator
     pending: Pending | None
+    scale: float
 
     def finish(self) -> None:
-        """Sums in float32, this rank's part first, then in the order of ranks; averages once; accumulates."""
+        """Sums in float32, this rank's part first, then in the order of ranks; scales once; accumulates."""
         me = self.comm.rank
         parts: dict[str, list[Part]] = {}
         for name, home in self.homes.items():
@@ -210,9 +212,8 @@ class Reshard:
             coming = [[(n, piece(h.layout, me, held)) for n, h in self.homes.items()] for held in self.table]
             for name, p, views in _unpack(coming, me, self.pending.wait()):
                 parts[name] += _parts(p, views)
-        scale = 1.0 / (self.comm.size * self.replicas.size)
         for name, home in self.homes.items():
-            home.accumulate(self._over_replicas(home, parts.pop(name)), scale)
+            home.accumulate(self._over_replicas(home, parts.pop(name)), self.scale)
 
     def _over_replicas(self, home: Home, parts: list[Part]) -> list[Part]:
         """The sum over the ranks that hold the same block, in float32 (HSDP)."""
@@ -236,6 +237,7 @@ def start_reshard(
     comm: Communicator,
     replicas: Communicator,
     dtype: torch.dtype,
+    scale: float,
 ) -> Reshard:
     """Sends the gradients of this rank's slots home.
 
@@ -246,6 +248,7 @@ def start_reshard(
         comm: The ranks over which the homes are sharded.
         replicas: Ranks that hold the same blocks (HSDP).
         dtype: Dtype in which gradients travel.
+        scale: Factor of their sum over ranks and replicas.
     """
     me, pending, own = comm.rank, None, {}
     beyond = beyond_own(homes, table)
@@ -257,7 +260,7 @@ def start_reshard(
         coming = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
         message = _pack(leaving, me, grads, Piece.of_slots, dtype)
         pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-    return Reshard(homes, own, grads, table, comm, replicas, pending)
+    return Reshard(homes, own, grads, table, comm, replicas, pending, scale)
 
 
 Pieces = list[list[tuple[str, Piece]]]

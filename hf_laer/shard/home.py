@@ -116,7 +116,7 @@ class Home:
             return parts, torch.zeros_like(like)
         block = parts[0][1].to(like.device)
         if block.dtype == like.dtype and block.untyped_storage().nbytes() == block.nbytes:
-            return parts[1:], block.mul_(scale)
+            return parts[1:], block if scale == 1 else block.mul_(scale)
         # A factor with a dimension, so that the product is formed in float32, in one pass.
         factor = torch.full((1,), scale, dtype=torch.float32, device=block.device)
         return parts[1:], (block * factor).to(like.dtype)
@@ -142,12 +142,13 @@ def _mean(parts: list[Part], shape: torch.Size, scale: float) -> torch.Tensor:
         total = torch.zeros(shape, dtype=torch.float32, device=first.device)
         for start, part in parts:
             total[start : start + len(part)] += part
-        return total.mul_(scale)
+        return total if scale == 1 else total.mul_(scale)
     exact: dict[int, torch.Tensor] = {}
     for start, part in parts[1:]:
         for at, gradient in enumerate(part.unbind(0), start):
             exact[at] = (exact[at] if at in exact else first[at].float()) + gradient
-    first.mul_(scale)
+    if scale != 1:
+        first.mul_(scale)
     for at, gradient in exact.items():
         first[at].copy_(gradient.mul_(scale))
     return first

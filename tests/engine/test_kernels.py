@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from hf_laer.compute.gate import FusedGate, Gate, recognize
+from hf_laer.compute.routing import Arrived, Leaving, Shares, arrive, count, leave
 from hf_laer.compute.rows import gather_sum, places
+from hf_laer.plan import chunk_owners, llep
 
 GATES = (FusedGate(False, False), FusedGate(True, False), FusedGate(True, True, 1.702, 7.0))
 
@@ -46,7 +49,46 @@ def check_rows() -> None:
     assert kernel(values, table[:0], torch.float32, None, None, None).shape == (0, 37)
 
 
-@pytest.mark.parametrize("check", ["check_gates", "check_rows"])
+def check_routing() -> None:
+    """Every table of a whole exchange, over sizes below and above a block, spread and piled up, ranks with nothing."""
+    for tokens, top_k, experts, ranks in ((1, 1, 1, 1), (5, 3, 4, 3), (90, 4, 7, 3), (61, 8, 24, 5), (130, 2, 3, 2)):
+        for skew in (0.0, 2.0):
+            _check_exchange(tokens, top_k, experts, ranks, skew)
+
+
+def _check_exchange(tokens: int, top_k: int, experts: int, ranks: int, skew: float) -> None:
+    from hf_laer.compute.kernels import routing as kernels
+
+    generator = torch.Generator().manual_seed(tokens + ranks)
+    popularity = torch.arange(1.0, experts + 1) ** -skew
+    many = [tokens if rank != 1 else 1 for rank in range(ranks)]
+    index = [torch.multinomial(popularity.expand(n, experts), top_k, generator=generator) for n in many]
+    loads = np.stack([count(one, experts).numpy() for one in index])
+    plan = llep(loads, chunk_owners(experts, ranks), min_tokens_per_gemm=1, imbalance_threshold=1.0)
+    left = []
+    for rank, one in enumerate(index):
+        weights = torch.rand(one.shape, generator=generator)
+        shares = Shares.of(plan.split, loads[:rank].sum(0), ranks, torch.device("cpu"))
+        want, got = leave(one, weights, shares), Leaving(*kernels.leave(one, weights, shares))
+        rows = int(want.sizes[:, 0].sum())
+        _check_equal(want, got, row_token=rows)
+        left.append(want)
+    for rank in range(ranks):
+        sizes = torch.stack([one.sizes[rank] for one in left])
+        received = torch.cat([one.message.split(one.sizes[:, 1].tolist())[rank] for one in left])
+        rows, slots = int(sizes[:, 0].sum()), len(plan.placement.held_by(rank))
+        if len(received):
+            want = arrive(received, sizes, rows, top_k, slots)
+            _check_equal(want, Arrived(*kernels.arrive(received, sizes, rows, top_k, slots)))
+
+
+def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) -> None:
+    for name in want._fields:
+        ours, theirs = (getattr(tables, name)[: valid.get(name)] for tables in (got, want))
+        assert torch.equal(ours, theirs), f"{name}: {ours} instead of {theirs}"
+
+
+@pytest.mark.parametrize("check", ["check_gates", "check_rows", "check_routing"])
 def test_kernel_equals_reference(check: str) -> None:
     pytest.importorskip("triton")
     # The interpreter is chosen when a kernel is made, so it needs a process of its own.

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _gather_sum_kernel(
-    values, table, weights, bias, slot, out, columns, width: tl.constexpr,
+    values, table, weights, bias, slot, out, columns, scale, width: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -27,7 +27,7 @@ def _gather_sum_kernel(
             if HAS_WEIGHTS:
                 part *= tl.load(weights + place)
             total += part
-    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + column, (total * scale).to(out.dtype.element_ty), mask=inside)
 
 
 def gather_sum(
@@ -37,6 +37,7 @@ def gather_sum(
     weights: torch.Tensor | None,
     bias: torch.Tensor | None,
     slot: torch.Tensor | None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """See the reference. One program per row and block of columns; float32 accumulation, no atomics."""
     rows, width = table.shape
@@ -46,7 +47,7 @@ def gather_sum(
         return out
     block = min(1024, triton.next_power_of_2(columns))
     _gather_sum_kernel[rows, triton.cdiv(columns, block)](
-        values.contiguous(), table, weights, bias, slot, out, columns, width,
+        values.contiguous(), table, weights, bias, slot, out, columns, scale, width,
         HAS_WEIGHTS=weights is not None, HAS_BIAS=bias is not None, BLOCK=block,
     )  # fmt: skip
     return out

@@ -1,0 +1,197 @@
+"""From the router's choices to rows that travel, and from what arrives to rows sorted by slot.
+
+Plain PyTorch, and the reference of :mod:`hf_laer.compute.kernels.routing`, which does the same in a few launches.
+Nothing here waits for the device.
+
+Letters in shapes: T tokens, K top-k, E experts, N ranks, P replicas of all experts, R rows (one per token and
+destination), A assignments (one per token and expert).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_laer.compute.kernels import usable
+from hf_laer.compute.rows import places
+from hf_laer.plan.types import Split
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Which replica serves which part of each expert's stream, on the device in one tensor.
+
+    Args:
+        packed: int32 ``[E + 1 + E + 3P]``: the first replica of each expert, then the tokens that earlier ranks have
+            in its stream, then each replica's rank, slot, and the end of its part.
+        experts: E.
+        replicas: P.
+        most: The most replicas that an expert has.
+        ranks: N.
+    """
+
+    packed: torch.Tensor
+    experts: int
+    replicas: int
+    most: int
+    ranks: int
+
+    @classmethod
+    def of(cls, split: Split, before: np.ndarray, ranks: int, device: torch.device) -> Shares:
+        """On ``device``; ``before`` is int64 ``[E]``, tokens that earlier ranks have in each expert's stream."""
+        parts = (split.first, before, split.rank, split.slot, split.end)
+        # int32: no micro-batch sends two thousand million tokens to one expert.
+        packed = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device, non_blocking=True)
+        return cls(packed, split.num_experts, len(split.rank), int(np.diff(split.first).max(initial=0)), ranks)
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """First replicas, tokens before, ranks, slots, ends; int64."""
+        sizes = (self.experts + 1, self.experts, *[self.replicas] * 3)
+        return self.packed.long().split(sizes)
+
+
+class Leaving(NamedTuple):
+    """What leaves this rank.
+
+    Args:
+        row_token: int64 ``[at least R]``, the token of each row, by destination, then token.
+        token_rows: int64 ``[T, min(K, N)]``, the rows of each token, by destination; -1 for none.
+        choices: int64 ``[A]``, which ``t * K + k`` each assignment is, in the order they travel.
+        sizes: int64 ``[N, 2]``, rows and assignments to each rank.
+        message: int32 ``[A, 3]``: row at the destination, slot there, the bits of the float32 routing weight.
+    """
+
+    row_token: torch.Tensor
+    token_rows: torch.Tensor
+    choices: torch.Tensor
+    sizes: torch.Tensor
+    message: torch.Tensor
+
+
+class Arrived(NamedTuple):
+    """What this rank serves, sorted by slot.
+
+    Args:
+        source_row: int64 ``[A]``, the received row of each assignment.
+        arrival: int64 ``[A]``, when each assignment arrived.
+        row_places: int64 ``[R, K]``, the sorted assignments of each received row, as they arrived; -1 for none.
+        gates: float32 ``[A]``, routing weights.
+        slot: int64 ``[A]``, slots.
+    """
+
+    source_row: torch.Tensor
+    arrival: torch.Tensor
+    row_places: torch.Tensor
+    gates: torch.Tensor
+    slot: torch.Tensor
+
+
+def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares) -> Leaving:
+    """Sorts this rank's choices by destination.
+
+    Args:
+        top_k_index: int64 ``[T, K]``, chosen experts.
+        top_k_weights: ``[T, K]``, routing weights.
+        shares: Who serves what.
+    """
+    if usable(top_k_index) and top_k_index.numel():
+        from hf_laer.compute.kernels.routing import leave as kernel
+
+        return Leaving(*kernel(top_k_index, top_k_weights, shares))
+    num_tokens, top_k = top_k_index.shape
+    _, _, rank, slot, _ = shares.parts()
+    replica = _replicas(top_k_index.reshape(-1), shares)
+    destination = rank[replica]
+    token = torch.arange(len(replica), device=replica.device) // top_k
+    choices = torch.argsort(destination * max(num_tokens, 1) + token, stable=True)
+    destination, token = destination[choices], token[choices]
+    opens = _opens_row(destination, token)
+    row = opens.cumsum(0) - 1
+    row_token = torch.empty_like(token).scatter_(0, row, token)
+    sizes = torch.stack([_count(destination, shares.ranks, opens), _count(destination, shares.ranks)], 1)
+    first_row = sizes[:, 0].cumsum(0) - sizes[:, 0]
+    weights = top_k_weights.detach().reshape(-1)[choices].float().contiguous()
+    columns = (row - first_row[destination], slot[replica[choices]], weights.view(torch.int32))
+    message = torch.stack([column.to(torch.int32) for column in columns], 1)
+    token_rows = torch.full((num_tokens, min(top_k, shares.ranks)), -1, dtype=torch.int64, device=token.device)
+    nth = _nth_of(token, opens, num_tokens)
+    token_rows[token[opens], nth[opens]] = row[opens]
+    return Leaving(row_token, token_rows, choices, sizes, message)
+
+
+def arrive(received: torch.Tensor, sizes: torch.Tensor, rows: int, top_k: int, slots: int) -> Arrived:
+    """Sorts what arrived by slot.
+
+    Args:
+        received: int32 ``[A, 3]``, the messages of :class:`Leaving`, source after source.
+        sizes: int64 ``[N, 2]``, rows and assignments from each rank.
+        rows: R.
+        top_k: K.
+        slots: Slots of this rank.
+    """
+    if usable(received) and len(received):
+        from hf_laer.compute.kernels.routing import arrive as kernel
+
+        return Arrived(*kernel(received, sizes, rows, top_k, slots))
+    first_row = sizes[:, 0].cumsum(0) - sizes[:, 0]
+    row = received[:, 0].long() + first_row.repeat_interleave(sizes[:, 1], output_size=len(received))
+    arrival = torch.argsort(received[:, 1], stable=True)
+    sorted_place = torch.empty_like(arrival)
+    sorted_place[arrival] = torch.arange(len(arrival), device=arrival.device)
+    row_places = places(row, rows, top_k)
+    if len(row):
+        row_places = torch.where(row_places < 0, -1, sorted_place[row_places.clamp(min=0)])
+    gates = received[:, 2].contiguous().view(torch.float32)[arrival]
+    return Arrived(row[arrival], arrival, row_places, gates, received[arrival, 1].long())
+
+
+def count(top_k_index: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int64 ``[E]``: choices of each expert."""
+    return _count(top_k_index.reshape(-1), num_experts)
+
+
+def _replicas(expert: torch.Tensor, shares: Shares) -> torch.Tensor:
+    """int64 ``[A]``: the replica that serves each choice, by its place in the expert's rank-major stream."""
+    first, before, _, _, end = shares.parts()
+    order = torch.argsort(expert, stable=True)
+    ordered = expert[order]
+    counts = _count(expert, shares.experts)
+    place = torch.arange(len(expert), device=expert.device) - (counts.cumsum(0) - counts)[ordered]
+    place += before[ordered]
+    # One search over all experts: positions of different experts are kept apart by a stride above any position.
+    stride = torch.cat([end, end.new_zeros(1)]).amax() + 1
+    sizes = first[1:] - first[:-1]
+    owner = torch.arange(shares.experts, device=expert.device).repeat_interleave(sizes, output_size=shares.replicas)
+    replica = torch.empty_like(expert)
+    replica[order] = torch.searchsorted(owner * stride + end, ordered * stride + place, right=True)
+    return replica
+
+
+def _opens_row(destination: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """bool ``[A]``: whether an assignment is the first of its (destination, token)."""
+    opens = torch.ones_like(token, dtype=torch.bool)
+    opens[1:] = (destination[1:] != destination[:-1]) | (token[1:] != token[:-1])
+    return opens
+
+
+def _nth_of(token: torch.Tensor, opens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """int64 ``[A]``: how many rows of the same token come before, where an assignment opens one."""
+    order = torch.argsort(token, stable=True)
+    opened = opens[order].long()
+    before = opened.cumsum(0) - opened
+    counts = _count(token, num_tokens, opens)
+    nth = torch.empty_like(token)
+    nth[order] = before - (counts.cumsum(0) - counts)[token[order]]
+    return nth
+
+
+def _count(values: torch.Tensor, bins: int, which: torch.Tensor | None = None) -> torch.Tensor:
+    """int64 ``[bins]``, of those values that ``which`` (bool) marks.
+
+    A scatter, since ``bincount`` waits for the device and is refused in deterministic mode.
+    """
+    ones = torch.ones_like(values) if which is None else which.to(values.dtype)
+    return torch.zeros(bins, dtype=torch.int64, device=values.device).scatter_add_(0, values, ones)
