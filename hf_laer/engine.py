@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_laer.comm.groups import Communicators, communicators
-from hf_laer.comm.routes import make_routes
+from hf_laer.comm.routes import depart, make_routes
 from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import count
 from hf_laer.compute.spec import ExpertsSpec
@@ -238,23 +238,19 @@ class Engine:
         loads, placements = self._gather(layer, counts)
         started = time.perf_counter()
         plans = self._plans(loads, placements)
+        planned = time.perf_counter() - started
         if self.config.check_collectives and needs_loads(self.config):
             self.comms.weights.agree("plan", _digests(loads, plans))
         mine = plans[min(self.comms.weights.rank // len(self._groups[0]), len(plans) - 1)]
         tokens = self.comms.tokens
         group = self._my_rows(loads)
+        departure = depart(top_k_index, top_k_weights, mine.split, group[: tokens.rank].sum(0), tokens)
+        # While the device sorts and sizes travel.
         if training:
-            self._observe(layer, loads, group, plans, mine, time.perf_counter() - started)
+            self._observe(layer, loads, group, plans, mine, planned)
             if self.watcher is not None:
                 self.watcher(layer.name, self._everyones(counts), top_k_index.shape[-1])
-        routes = make_routes(
-            top_k_index,
-            top_k_weights,
-            mine.split,
-            group[: tokens.rank].sum(0),
-            _slot_counts(mine, tokens.rank),
-            tokens,
-        )
+        routes = make_routes(departure, _slot_counts(mine, tokens.rank), tokens)
         before = None if self.passes.is_first() else self._before
         run = Run(routes, self._table(plans), top_k_index, micro_batch, before)
         self._before = layer.name, run.table

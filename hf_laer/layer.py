@@ -221,8 +221,19 @@ class MoELayer:
         self.engine.expect(run.before, dtype, rows.device, era)
         weights = self.engine.unsharder.finish(coming)
         chunks, wanted = chunks_of(routes.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
+        retained = torch._C._autograd._get_current_graph_task_keep_graph()
         grads = backward_in_chunks(
-            self.spec, weights, rows, routes.source_row, up, routes.gates, grad_rows, chunks, wanted, terms
+            self.spec,
+            weights,
+            rows,
+            routes.source_row,
+            up,
+            routes.gates,
+            grad_rows,
+            chunks,
+            wanted,
+            terms,
+            not retained,
         )
         self._send_home(run, grads.weights, share)
         grad_hidden = combine(gather_sum(grads.rows, routes.row_places, dtype), routes, tokens, dtype, 1 / share)

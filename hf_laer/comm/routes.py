@@ -9,13 +9,14 @@ A assignments (one per token and expert). *out* is what leaves this rank, *in* w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_laer.comm.base import Communicator
 from hf_laer.compute.grouped_gemm import Groups
-from hf_laer.compute.routing import Shares, arrive, leave
+from hf_laer.compute.routing import Leaving, Shares, arrive, leave
 from hf_laer.plan.types import Split
 
 
@@ -52,35 +53,51 @@ class Routes:
     groups: Groups
 
 
-def make_routes(
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    split: Split,
-    before: np.ndarray,
-    slot_counts: list[int],
-    comm: Communicator,
-) -> Routes:
-    """Works out the exchange and tells each rank what it will receive.
+class Departure(NamedTuple):
+    """An exchange whose sizes are under way.
 
-    Collective over ``comm``.
+    Args:
+        leaving: What leaves this rank.
+        arriving: int64 ``[N, 2]``, rows and assignments from each rank.
+        top_k: K.
+    """
+
+    leaving: Leaving
+    arriving: torch.Tensor
+    top_k: int
+
+
+def depart(
+    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, split: Split, before: np.ndarray, comm: Communicator
+) -> Departure:
+    """Works out what leaves this rank and tells the others how much it is. Collective over ``comm``.
 
     Args:
         top_k_index: int64 ``[T, K]``, chosen experts.
         top_k_weights: ``[T, K]``, routing weights.
         split: Which replica serves which part of each expert's stream.
         before: int64 ``[E]``, tokens that earlier ranks of the group have in each expert's stream.
+        comm: The token group.
+    """
+    leaving = leave(top_k_index, top_k_weights, Shares.of(split, before, comm.size, top_k_index.device))
+    ones = [1] * comm.size
+    return Departure(leaving, comm.all_to_all(leaving.sizes, ones, ones), top_k_index.shape[1])
+
+
+def make_routes(departure: Departure, slot_counts: list[int], comm: Communicator) -> Routes:
+    """The exchange, once this rank knows what it will receive. Collective over ``comm``; waits for the device.
+
+    Args:
+        departure: From :func:`depart`.
         slot_counts: Tokens that the plan gives to each slot of this rank.
         comm: The token group.
     """
-    top_k = top_k_index.shape[1]
-    leaving = leave(top_k_index, top_k_weights, Shares.of(split, before, comm.size, top_k_index.device))
+    leaving, arriving = departure.leaving, departure.arriving
     # The host waits once, for all sizes together.
-    ones = [1] * comm.size
-    arriving = comm.all_to_all(leaving.sizes, ones, ones)
     both = torch.stack([leaving.sizes.t(), arriving.t()])
     (send_rows, send_choices), (receive_rows, receive_choices) = comm.to_host(both).tolist()
     received = comm.all_to_all(leaving.message, send_choices, receive_choices)
-    arrived = arrive(received, arriving, sum(receive_rows), top_k, len(slot_counts))
+    arrived = arrive(received, arriving, sum(receive_rows), departure.top_k, len(slot_counts))
     return Routes(
         row_token=leaving.row_token[: sum(send_rows)],
         token_rows=leaving.token_rows,
@@ -93,5 +110,5 @@ def make_routes(
         arrival=arrived.arrival,
         row_places=arrived.row_places,
         gates=arrived.gates,
-        groups=Groups.of(slot_counts, top_k_index.device, arrived.slot),
+        groups=Groups.of(slot_counts, received.device, arrived.slot),
     )

@@ -89,6 +89,7 @@ def backward_in_chunks(
     chunks: Sequence[Chunk],
     wanted: frozenset[str],
     terms: Sequence[LowRank],
+    may_overwrite_up: bool = False,
 ) -> ExpertGradients:
     """:func:`hf_laer.compute.experts.experts_backward` over chunks.
 
@@ -103,14 +104,15 @@ def backward_in_chunks(
         chunks: As :func:`chunks_of` gives them.
         wanted: Names of the parameters whose gradients are needed.
         terms: Low-rank additions to the weights, over the slots.
+        may_overwrite_up: Whether nobody will want ``up`` again.
     """
 
     def one(chunk: Chunk) -> ExpertGradients:
         own, own_terms, source = chunk.of(weights), chunk.of_terms(terms), source_row[chunk.rows]
-        inputs = rows[source]
-        first = first_product(spec, own, inputs, chunk.groups, own_terms) if up is None else up[chunk.rows]
+        ours = may_overwrite_up or up is None
+        first = first_product(spec, own, rows[source], chunk.groups, own_terms) if up is None else up[chunk.rows]
         return experts_backward(
-            spec, own, inputs, first, gates[chunk.rows], grad_rows[source], chunk.groups, wanted, own_terms
+            spec, own, rows, source, first, gates[chunk.rows], grad_rows, chunk.groups, wanted, own_terms, ours
         )
 
     if len(chunks) == 1:

@@ -72,49 +72,82 @@ def experts_backward(
     spec: ExpertsSpec,
     weights: Weights,
     rows: torch.Tensor,
+    source_row: torch.Tensor,
     up: torch.Tensor,
     gates: torch.Tensor,
-    grad_out: torch.Tensor,
+    grad_rows: torch.Tensor,
     groups: Groups,
     wanted: frozenset[str],
     terms: Sequence[LowRank] = (),
+    may_overwrite_up: bool = False,
 ) -> ExpertGradients:
-    """Backward of ``gates * (second_product(first_product(rows)) + bias)``.
+    """Backward of ``gates * (second_product(first_product(rows[source_row])) + bias)``.
 
     The gradient of a routing weight is formed from the second product's input, so the experts' output need not be
-    kept: ``<g, down(a)> = <down^T(g), a>``.
+    kept: ``<g, down(a)> = <down^T(g), a>``. Rows are gathered where they are used, and what is used no more is let go:
+    at its peak this holds four times ``[A, I]`` and once ``[A, H]`` besides the gradients.
 
     Args:
         spec: The family.
         weights: Unsharded parameters of the slots.
-        rows: ``[A, H]`` input rows.
+        rows: ``[R, H]`` received rows.
+        source_row: int64 ``[A]``, the received row of each assignment.
         up: ``[A, 2I]`` the first product.
         gates: float32 ``[A]`` routing weights.
-        grad_out: ``[A, H]``, the gradient of each row's token, not yet weighted.
+        grad_rows: ``[R, H]``, the gradient of each received row's sum.
         groups: Rows per slot.
         wanted: Names of the parameters whose gradients are needed.
         terms: Low-rank additions to the weights, over the slots.
+        may_overwrite_up: Whether nobody will want ``up`` again.
     """
+    biases = bias_of(weights, spec.up_bias), bias_of(weights, spec.down_bias)
+    grad_out = grad_rows[source_row]
     grad_act = _product_backward(spec, weights, spec.down, grad_out, groups, terms)
-    up_bias, down_bias = bias_of(weights, spec.up_bias), bias_of(weights, spec.down_bias)
-    gate = spec.gate.backward(up, up_bias, groups.slot, grad_act, gates)
-    grad_gates = gate.gates
-    if down_bias is not None:
+    gate = spec.gate.backward(up, biases[0], groups.slot, grad_act, gates, may_overwrite_up)
+    grad_up, grad_gates = gate.up, gate.gates
+    if biases[1] is not None:
         # One product for all slots and a pick, rather than a bias row for each row.
-        grad_gates = grad_gates + (grad_out @ down_bias.t()).float().gather(1, groups.slot.unsqueeze(1)).squeeze(1)
-    grad_rows = _product_backward(spec, weights, spec.up, gate.up, groups, terms)
-    grads: Weights = {}
-    sizes = tuple(len(stack) for stack in weights[spec.up])
-    operands = {spec.up: (rows, gate.up), spec.down: (gate.weighted_act, grad_out)}
-    for name, (left, right) in operands.items():
-        if name in wanted:
-            grads[name] = rows_outer(*((left, right) if spec.is_transposed else (right, left)), groups, sizes)
-    if spec.up_bias is not None and spec.up_bias in wanted:
-        grads[spec.up_bias] = group_sums(gate.up, groups).split(sizes)
+        grad_gates = grad_gates + (grad_out @ biases[1].t()).float().gather(1, groups.slot.unsqueeze(1)).squeeze(1)
+    grads = _weight_gradients(spec, weights, spec.down, gate.weighted_act, grad_out, groups, wanted)
     if spec.down_bias is not None and spec.down_bias in wanted:
-        grads[spec.down_bias] = group_sums(grad_out, groups, gates).split(sizes)
-    factors = [low_rank.factor_gradients(*operands[term.weight], term, groups) for term in terms]
-    return ExpertGradients(grad_rows, grad_gates, grads, factors)
+        grads[spec.down_bias] = group_sums(grad_out, groups, gates).split(_sizes(weights, spec.down))
+    of_down = _factor_gradients(terms, spec.down, gate.weighted_act, grad_out, groups)
+    del up, grad_act, gate, grad_out
+    inputs = rows[source_row]
+    grads |= _weight_gradients(spec, weights, spec.up, inputs, grad_up, groups, wanted)
+    if spec.up_bias is not None and spec.up_bias in wanted:
+        grads[spec.up_bias] = group_sums(grad_up, groups).split(_sizes(weights, spec.up))
+    of_up = _factor_gradients(terms, spec.up, inputs, grad_up, groups)
+    del inputs
+    grad_inputs = _product_backward(spec, weights, spec.up, grad_up, groups, terms)
+    factors = [(of_up if term.weight == spec.up else of_down).pop(0) for term in terms]
+    return ExpertGradients(grad_inputs, grad_gates, grads, factors)
+
+
+def _weight_gradients(
+    spec: ExpertsSpec,
+    weights: Weights,
+    name: str,
+    rows: torch.Tensor,
+    grad: torch.Tensor,
+    groups: Groups,
+    wanted: frozenset[str],
+) -> Weights:
+    """The gradient of the weight that ``rows`` were multiplied with, if it is wanted."""
+    if name not in wanted:
+        return {}
+    left, right = (rows, grad) if spec.is_transposed else (grad, rows)
+    return {name: rows_outer(left, right, groups, _sizes(weights, name))}
+
+
+def _factor_gradients(
+    terms: Sequence[LowRank], name: str, rows: torch.Tensor, grad: torch.Tensor, groups: Groups
+) -> list[FactorGradients]:
+    return [low_rank.factor_gradients(rows, grad, term, groups) for term in low_rank.of_weight(terms, name)]
+
+
+def _sizes(weights: Weights, name: str) -> tuple[int, ...]:
+    return tuple(len(stack) for stack in weights[name])
 
 
 def bias_of(weights: Weights, name: str | None) -> torch.Tensor | None:

@@ -86,12 +86,17 @@ class Gate:
         slot: torch.Tensor,
         grad_act: torch.Tensor,
         gates: torch.Tensor,
+        may_overwrite_up: bool = False,
     ) -> GateGradients:
-        """See :class:`GateGradients`; ``grad_act`` ``[A, I]`` is not yet weighted, ``gates`` is float32 ``[A]``."""
+        """See :class:`GateGradients`; ``gates`` is float32 ``[A]``.
+
+        ``grad_act`` ``[A, I]`` is not yet weighted, and is overwritten; so is ``up`` where it may be.
+        """
         if self.fused is not None and usable(up):
             from hf_laer.compute.kernels.gate import gate_backward
 
-            return GateGradients(*gate_backward(up, bias, slot, grad_act, gates, **vars(self.fused)))
+            found = gate_backward(up, bias, slot, grad_act, gates, overwrite_up=may_overwrite_up, **vars(self.fused))
+            return GateGradients(*found)
         column = gates.to(up.dtype).unsqueeze(1)
         with torch.enable_grad():
             leaf = _biased(up, bias, slot).detach().requires_grad_()

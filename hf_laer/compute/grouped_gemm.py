@@ -118,10 +118,13 @@ def rows_times(rows: torch.Tensor, stacks: Stacks, groups: Groups) -> torch.Tens
     Returns:
         ``[A, n]`` in the rows' dtype.
     """
-    if len(stacks) == 1:
-        return _rows_times(rows, stacks[0], groups)
+    parts = [(stack, *part) for stack, part in zip(stacks, groups.split(_sizes(stacks)), strict=True)]
+    busy = [part for part in parts if part[1] < part[2]]
+    if len(busy) == 1:
+        stack, _, _, own = busy[0]
+        return _rows_times(rows, stack, own)
     out = rows.new_empty(len(rows), stacks[0].shape[2])
-    for stack, (start, stop, own) in zip(stacks, groups.split(_sizes(stacks)), strict=True):
+    for stack, start, stop, own in busy:
         _rows_times(rows[start:stop], stack, own, out[start:stop])
     return out
 

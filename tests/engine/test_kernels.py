@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,9 +30,13 @@ def check_gates() -> None:
         for bias in (None, torch.randn(3, 50)):
             up, grad, gates = torch.randn(5, 50) * 6, torch.randn(5, 25), torch.rand(5)
             torch.testing.assert_close(gate_forward(up, bias, slot, **vars(fused)), gate.forward(up, bias, slot))
-            got = gate_backward(up, bias, slot, grad, gates, **vars(fused))
-            for ours, theirs in zip(got, gate.backward(up, bias, slot, grad, gates), strict=True):
-                torch.testing.assert_close(ours, theirs)
+            want = gate.backward(up, bias, slot, grad, gates)
+            for overwrite in (False, True):
+                kept = up.clone()
+                got = gate_backward(kept, bias, slot, grad.clone(), gates, overwrite_up=overwrite, **vars(fused))
+                for ours, theirs in zip(got, want, strict=True):
+                    torch.testing.assert_close(ours, theirs)
+                assert torch.equal(kept, up) != overwrite
 
 
 def check_rows() -> None:
@@ -47,6 +52,23 @@ def check_rows() -> None:
             want = gather_sum(values, table, torch.float32, weights=w, bias=b, slot=slot)
             torch.testing.assert_close(kernel(values, table, torch.float32, w, b, slot), want)
     assert kernel(values, table[:0], torch.float32, None, None, None).shape == (0, 37)
+
+
+def check_retained_graph() -> None:
+    """A second backward through the same graph, by which the first may not have overwritten anything."""
+    from hf_laer import LaerConfig, compute, patch_model
+    from tests.models import tiny_model
+
+    model = tiny_model("qwen3_moe")
+    patch_model(model, LaerConfig(strategy="ep"))
+    ids = torch.arange(7).view(1, -1)
+    with patch.object(compute.gate, "usable", lambda tensor: True):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], msg=name)
 
 
 def check_routing() -> None:
@@ -88,7 +110,7 @@ def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) 
         assert torch.equal(ours, theirs), f"{name}: {ours} instead of {theirs}"
 
 
-@pytest.mark.parametrize("check", ["check_gates", "check_rows", "check_routing"])
+@pytest.mark.parametrize("check", ["check_gates", "check_rows", "check_routing", "check_retained_graph"])
 def test_kernel_equals_reference(check: str) -> None:
     pytest.importorskip("triton")
     # The interpreter is chosen when a kernel is made, so it needs a process of its own.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hf_laer import patch_model
 from hf_laer.comm import groups
 from hf_laer.comm.groups import communicators
-from hf_laer.comm.routes import make_routes
+from hf_laer.comm.routes import depart, make_routes
 from hf_laer.comm.tokens import combine, dispatch
 from hf_laer.comm.watch import Watch
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
@@ -115,7 +115,8 @@ def matrices() -> None:
         index = torch.repeat_interleave(torch.arange(4), torch.tensor(counts[rank])).view(-1, 1)
         plan = ep(counts, np.arange(4))
         mine = [int(counts[:, rank].sum())] if counts[:, rank].sum() else [0]
-        routes = make_routes(index, torch.ones(index.shape), plan.split, counts[:rank].sum(0), mine, comms.tokens)
+        departure = depart(index, torch.ones(index.shape), plan.split, counts[:rank].sum(0), comms.tokens)
+        routes = make_routes(departure, mine, comms.tokens)
         hidden = torch.arange(len(index) * 5.0).view(-1, 5) + 1000 * rank
         arrived = dispatch(hidden, routes, comms.tokens)
         assert arrived.shape == (counts[:, rank].sum(), 5), name

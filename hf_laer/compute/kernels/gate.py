@@ -75,6 +75,8 @@ def _backward_kernel(
         grad = tl.load(grad_act + row * half + column, mask=inside, other=0.0).to(tl.float32)
         by_gate += tl.where(inside, grad * act, 0.0)
         grad *= gate
+        # Results may take the place of operands: all are read before any is written.
+        tl.debug_barrier()
         tl.store(grad_up + row * 2 * half + first, (grad * by_g).to(grad_up.dtype.element_ty), mask=inside)
         tl.store(grad_up + row * 2 * half + second, (grad * by_u).to(grad_up.dtype.element_ty), mask=inside)
         weighted = (gate * act).to(weighted_act.dtype.element_ty)
@@ -115,14 +117,19 @@ def gate_backward(
     clamped: bool,
     alpha: float,
     limit: float,
+    overwrite_up: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of ``up``, the weighted activation, and the gradient of the routing weights; see the reference."""
+    """Gradient of ``up``, the weighted activation, and the gradient of the routing weights; see the reference.
+
+    The activation is written over ``grad_act``, the gradient over ``up`` if that is allowed.
+    """
     rows, half = up.shape[0], up.shape[1] // 2
-    grad_up, weighted = torch.empty_like(up), torch.empty_like(grad_act)
+    up, weighted = up.contiguous(), grad_act.contiguous()
+    grad_up = up if overwrite_up else torch.empty_like(up)
     grad_gates = torch.empty(rows, dtype=torch.float32, device=up.device)
     if rows:
         _backward_kernel[(rows,)](
-            up.contiguous(), bias, slot, grad_act.contiguous(), gates, grad_up, weighted, grad_gates,
+            up, bias, slot, weighted, gates, grad_up, weighted, grad_gates,
             half, alpha, limit,
             INTERLEAVED=interleaved, CLAMPED=clamped, HAS_BIAS=bias is not None,
             BLOCK=min(1024, triton.next_power_of_2(half)),
