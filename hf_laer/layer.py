@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_laer import tape
 from hf_laer.comm.routes import Routes
-from hf_laer.comm.tokens import combine, dispatch, return_gates
+from hf_laer.comm.tokens import Combining, dispatch, return_gates, start_combine
 from hf_laer.comm.watch import Where
 from hf_laer.compute.chunks import backward_in_chunks, chunks_of, forward_in_chunks
 from hf_laer.compute.experts import Weights, bias_of
@@ -199,7 +199,7 @@ class MoELayer:
         summed = gather_sum(
             experts_out, routes.row_places, dtype, weights=routes.gates, bias=bias, slot=routes.groups.slot
         )
-        return combine(summed, routes, tokens, hidden.dtype), rows, up
+        return start_combine(summed, routes, tokens).finish(hidden.dtype), rows, up
 
     def backward(
         self,
@@ -222,6 +222,12 @@ class MoELayer:
         weights = self.engine.unsharder.finish(coming)
         chunks, wanted = chunks_of(routes.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        gone: list[tuple[Combining, torch.Tensor]] = []
+
+        def rows_known(grad_inputs: torch.Tensor, grad_gates: torch.Tensor) -> None:
+            summed = gather_sum(grad_inputs, routes.row_places, dtype)
+            gone.append((start_combine(summed, routes, tokens), grad_gates))
+
         grads = backward_in_chunks(
             self.spec,
             weights,
@@ -234,11 +240,13 @@ class MoELayer:
             wanted,
             terms,
             not retained,
+            rows_known,
         )
         self._send_home(run, grads.weights, share)
-        grad_hidden = combine(gather_sum(grads.rows, routes.row_places, dtype), routes, tokens, dtype, 1 / share)
+        ((combining, grad_gates),) = gone
+        grad_hidden = combining.finish(dtype, 1 / share)
         factors = [adapter.over_all(self.held(run), own) for adapter, own in zip(adapters, grads.factors, strict=True)]
-        return grad_hidden, return_gates(grads.gates, routes, tokens) / share, factors
+        return grad_hidden, return_gates(grad_gates, routes, tokens) / share, factors
 
     def _share(self, dtype: torch.dtype) -> float:
         """A rank's part in the mean of gradients, if the tokens' gradients can be scaled by it and back exactly.

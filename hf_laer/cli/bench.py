@@ -1,4 +1,4 @@
-"""``hf-laer bench``: planners, each figure beside its target; a MoE layer and whole training, beside their rivals."""
+"""``hf-laer bench``: planners and kernels beside their limits; a MoE layer and whole training beside their rivals."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import importlib.util
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.cli import bench_layer, bench_sft
+from hf_laer.cli import bench_kernels, bench_layer, bench_sft
 from hf_laer.sim.bench import TARGETS, compile_seconds, drift_table, timings
 
 HELP = (
-    "measure planners (balance on drifting loads, time per plan), one MoE layer, or whole training steps, on all ranks"
+    "measure planners (balance on drifting loads, time per plan), kernels on one device, one MoE layer or whole "
+    "training steps on all ranks"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hf-laer bench``."""
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    kernels = subjects.add_parser("kernels", help="the engine's kernels, on one device")
+    bench_kernels.add_arguments(kernels)
     layer = subjects.add_parser("layer", help="one MoE layer, us and rivals, on all ranks of torchrun")
     bench_layer.add_arguments(layer)
     sft = subjects.add_parser("sft", help="whole training steps, us and rivals, on all ranks of torchrun")
@@ -31,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measures one subject and prints its tables."""
-    subjects = {"layer": bench_layer.run, "sft": bench_sft.run, "plan": _run_plan}
+    subjects = {"kernels": bench_kernels.run, "layer": bench_layer.run, "sft": bench_sft.run, "plan": _run_plan}
     return subjects[args.subject](args, console)
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.bench.layer import LAYERS, LayerShape, Measured, measure
+from hf_laer.bench.layer import LayerShape, Measured, measure
 from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
+from hf_laer.cli.layer_shape import add_shape_arguments, shape_of
 from hf_laer.cli.ranks import joined, write_figures
 from hf_laer.config import STRATEGIES
 
@@ -30,25 +31,18 @@ CONTENDERS = (*STRATEGIES, *ALL_RIVALS)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hf-laer bench layer``."""
-    parser.add_argument("--layer", choices=LAYERS, help="a layer by name; sizes given by hand go before it")
-    for name in ("experts", "hidden", "intermediate", "top-k"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank (default 8192)")
-    parser.add_argument("--routing", default="balanced,95:4", help="balanced, zipf, R:h; comma separated")
+    add_shape_arguments(parser)
     parser.add_argument("--contenders", default="ep,llep,fsep,fsdp_gather,gemm", help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--iterations", type=int, default=8, help="timed iterations (default 8)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measures, prints a table on the first rank."""
-    shape = _shape(args)
+    shape = shape_of(args)
     contenders, scenarios = args.contenders.split(","), args.routing.split(",")
     unknown = [name for name in contenders if name not in CONTENDERS]
     if unknown:
         raise ValueError(f"--contenders {', '.join(unknown)} unknown; known: {', '.join(CONTENDERS)}")
-    if args.iterations < 1:
-        raise ValueError(f"--iterations {args.iterations} must be at least 1")
     with joined() as device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         rows = [
@@ -61,19 +55,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
             if args.json:
                 write_figures(args.json, {"shape": vars(shape), "rows": [row.as_dict() for row in rows]})
     return 0
-
-
-def _shape(args: argparse.Namespace) -> LayerShape:
-    sizes = dict(LAYERS.get(args.layer or "", {}))
-    for name in ("experts", "hidden", "intermediate", "top_k"):
-        given = getattr(args, name)
-        if given is not None:
-            sizes[name] = given
-        if sizes.get(name, 0) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, or name a layer: {', '.join(LAYERS)}")
-    if args.tokens < 1:
-        raise ValueError(f"--tokens {args.tokens} must be at least 1")
-    return LayerShape(**sizes, tokens=args.tokens)
 
 
 def _table(shape: LayerShape, rows: list[Measured], device: torch.device) -> Table:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from hf_laer.comm.base import Communicator
+from hf_laer.comm.base import Communicator, Pending
 from hf_laer.comm.routes import Routes
 from hf_laer.compute.rows import gather_sum
 
@@ -14,12 +16,21 @@ def dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> torch.
     return comm.all_to_all(tokens[routes.row_token], routes.send_rows, routes.receive_rows)
 
 
-def combine(
-    rows: torch.Tensor, routes: Routes, comm: Communicator, dtype: torch.dtype, scale: float = 1.0
-) -> torch.Tensor:
-    """The adjoint: ``[R_in, H]`` back to their tokens, summed in float32 and scaled, ``[T, H]`` in ``dtype``."""
-    back = comm.all_to_all(rows, routes.receive_rows, routes.send_rows)
-    return gather_sum(back, routes.token_rows, dtype, scale=scale)
+@dataclass(frozen=True)
+class Combining:
+    """Rows on their way back to their tokens."""
+
+    pending: Pending
+    routes: Routes
+
+    def finish(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """``[T, H]`` in ``dtype``: summed in float32 and scaled."""
+        return gather_sum(self.pending.wait(), self.routes.token_rows, dtype, scale=scale)
+
+
+def start_combine(rows: torch.Tensor, routes: Routes, comm: Communicator) -> Combining:
+    """The adjoint of :func:`dispatch`: ``[R_in, H]`` set out for their tokens. Collective over ``comm``."""
+    return Combining(comm.start_all_to_all(rows, routes.receive_rows, routes.send_rows), routes)
 
 
 def return_gates(grad: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:

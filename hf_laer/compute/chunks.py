@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_laer.compute.experts import ExpertGradients, Weights, experts_backward, first_product, second_product
+from hf_laer.compute.experts import (
+    ExpertGradients,
+    RowsKnown,
+    Weights,
+    experts_backward,
+    first_product,
+    second_product,
+)
 from hf_laer.compute.grouped_gemm import Groups, Stacks
 from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.spec import ExpertsSpec
@@ -89,7 +96,8 @@ def backward_in_chunks(
     chunks: Sequence[Chunk],
     wanted: frozenset[str],
     terms: Sequence[LowRank],
-    may_overwrite_up: bool = False,
+    may_overwrite_up: bool,
+    rows_known: RowsKnown,
 ) -> ExpertGradients:
     """:func:`hf_laer.compute.experts.experts_backward` over chunks.
 
@@ -105,38 +113,41 @@ def backward_in_chunks(
         wanted: Names of the parameters whose gradients are needed.
         terms: Low-rank additions to the weights, over the slots.
         may_overwrite_up: Whether nobody will want ``up`` again.
+        rows_known: Called once, with the gradients of all rows and routing weights.
     """
 
-    def one(chunk: Chunk) -> ExpertGradients:
+    def one(chunk: Chunk, known: RowsKnown) -> ExpertGradients:
         own, own_terms, source = chunk.of(weights), chunk.of_terms(terms), source_row[chunk.rows]
         ours = may_overwrite_up or up is None
         first = first_product(spec, own, rows[source], chunk.groups, own_terms) if up is None else up[chunk.rows]
         return experts_backward(
-            spec, own, rows, source, first, gates[chunk.rows], grad_rows, chunk.groups, wanted, own_terms, ours
+            spec, own, rows, source, first, gates[chunk.rows], grad_rows, chunk.groups, wanted, own_terms, ours, known
         )
 
     if len(chunks) == 1:
-        return one(chunks[0])
-    return _joined(map(one, chunks), chunks, weights, terms)
+        return one(chunks[0], rows_known)
+    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+    parts = (one(chunk, lambda *grads: known.append(grads)) for chunk in chunks)
+    grads = _joined(parts, chunks, weights, terms)
+    of_rows, of_gates = zip(*known, strict=True)
+    rows_known(torch.cat(of_rows), torch.cat(of_gates))
+    return grads
 
 
 def _joined(
     parts: Iterable[ExpertGradients], chunks: Sequence[Chunk], weights: Weights, terms: Sequence[LowRank]
 ) -> ExpertGradients:
-    """Rows one after the other; a slot that several chunks share is summed in float32 at least."""
-    of_rows, of_gates = [], []
+    """A slot that several chunks share is summed in float32 at least."""
     totals: dict[str, _Total] = {}
     factors = [FactorGradients(torch.zeros_like(term.a), torch.zeros_like(term.b)) for term in terms]
     for chunk, part in zip(chunks, parts, strict=True):
-        of_rows.append(part.rows)
-        of_gates.append(part.gates)
         for name, stacks in part.weights.items():
             totals.setdefault(name, _Total(weights[name])).add(chunk.slots, torch.cat(stacks))
         for total, own in zip(factors, part.factors, strict=True):
             total.a[chunk.slots] += own.a
             total.b[chunk.slots] += own.b
     grads = {name: total.stacks() for name, total in totals.items()}
-    return ExpertGradients(torch.cat(of_rows), torch.cat(of_gates), grads, factors)
+    return ExpertGradients(grads, factors)
 
 
 class _Total:

@@ -5,7 +5,7 @@ Letters in shapes: A rows sorted by slot, S slots, H hidden, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,20 +16,18 @@ from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.spec import ExpertsSpec
 
 Weights = dict[str, Stacks]
+# Takes the gradients of the input rows ``[A, H]`` and of each one's routing weight, float32 ``[A]``.
+RowsKnown = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class ExpertGradients(NamedTuple):
-    """Gradients of :func:`experts_forward` under a weighted sum of its output rows.
+    """Gradients of what the experts are made of.
 
     Args:
-        rows: ``[A, H]``, of the input rows.
-        gates: float32 ``[A]``, of each row's routing weight.
         weights: Parameter name to stacks of ``[S', …]``, only those asked for.
         factors: Of each low-rank addition's factors, in the order of the additions.
     """
 
-    rows: torch.Tensor
-    gates: torch.Tensor
     weights: Weights
     factors: list[FactorGradients]
 
@@ -78,14 +76,15 @@ def experts_backward(
     grad_rows: torch.Tensor,
     groups: Groups,
     wanted: frozenset[str],
-    terms: Sequence[LowRank] = (),
-    may_overwrite_up: bool = False,
+    terms: Sequence[LowRank],
+    may_overwrite_up: bool,
+    rows_known: RowsKnown,
 ) -> ExpertGradients:
     """Backward of ``gates * (second_product(first_product(rows[source_row])) + bias)``.
 
     The gradient of a routing weight is formed from the second product's input, so the experts' output need not be
-    kept: ``<g, down(a)> = <down^T(g), a>``. Rows are gathered where they are used, and what is used no more is let go:
-    at its peak this holds four times ``[A, I]`` and once ``[A, H]`` besides the gradients.
+    kept: ``<g, down(a)> = <down^T(g), a>``. The rows' gradients come first, so that they can travel while the weights'
+    are formed. Rows are gathered where they are used, and what is used no more is let go.
 
     Args:
         spec: The family.
@@ -99,29 +98,29 @@ def experts_backward(
         wanted: Names of the parameters whose gradients are needed.
         terms: Low-rank additions to the weights, over the slots.
         may_overwrite_up: Whether nobody will want ``up`` again.
+        rows_known: Called once, before the weights' gradients are formed.
     """
     biases = bias_of(weights, spec.up_bias), bias_of(weights, spec.down_bias)
     grad_out = grad_rows[source_row]
     grad_act = _product_backward(spec, weights, spec.down, grad_out, groups, terms)
     gate = spec.gate.backward(up, biases[0], groups.slot, grad_act, gates, may_overwrite_up)
-    grad_up, grad_gates = gate.up, gate.gates
+    grad_up, grad_gates, weighted_act = gate.up, gate.gates, gate.weighted_act
+    del up, grad_act, gate
     if biases[1] is not None:
         # One product for all slots and a pick, rather than a bias row for each row.
         grad_gates = grad_gates + (grad_out @ biases[1].t()).float().gather(1, groups.slot.unsqueeze(1)).squeeze(1)
-    grads = _weight_gradients(spec, weights, spec.down, gate.weighted_act, grad_out, groups, wanted)
+    rows_known(_product_backward(spec, weights, spec.up, grad_up, groups, terms), grad_gates)
+    grads = _weight_gradients(spec, weights, spec.down, weighted_act, grad_out, groups, wanted)
     if spec.down_bias is not None and spec.down_bias in wanted:
         grads[spec.down_bias] = group_sums(grad_out, groups, gates).split(_sizes(weights, spec.down))
-    of_down = _factor_gradients(terms, spec.down, gate.weighted_act, grad_out, groups)
-    del up, grad_act, gate, grad_out
+    of_down = _factor_gradients(terms, spec.down, weighted_act, grad_out, groups)
+    del weighted_act, grad_out
     inputs = rows[source_row]
     grads |= _weight_gradients(spec, weights, spec.up, inputs, grad_up, groups, wanted)
     if spec.up_bias is not None and spec.up_bias in wanted:
         grads[spec.up_bias] = group_sums(grad_up, groups).split(_sizes(weights, spec.up))
     of_up = _factor_gradients(terms, spec.up, inputs, grad_up, groups)
-    del inputs
-    grad_inputs = _product_backward(spec, weights, spec.up, grad_up, groups, terms)
-    factors = [(of_up if term.weight == spec.up else of_down).pop(0) for term in terms]
-    return ExpertGradients(grad_inputs, grad_gates, grads, factors)
+    return ExpertGradients(grads, [(of_up if term.weight == spec.up else of_down).pop(0) for term in terms])
 
 
 def _weight_gradients(

@@ -60,6 +60,16 @@ def test_bench_layer(ranks, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_bench_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    flags = ["--routing", "balanced,80:2", "--iterations", "2", "--json", str(path)]
+    assert main(["bench", "kernels", *SMALL, *flags]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["routing"] for row in rows} == {"", "balanced", "80:2"}
+    assert len({(row["kernel"], row["routing"]) for row in rows}) == len(rows) == 2 + 4 + 2 * (4 + 6)
+    assert all(row["ms"] > 0 and row["of_limit"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("name", ["fsdp_gather", "hf_a2a"])
 def test_rival_equals_engine(ranks, name: str) -> None:
     ranks(2).run(rival_equals_engine, name=name)

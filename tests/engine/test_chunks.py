@@ -40,8 +40,10 @@ def test_chunks_change_nothing(counts: list[int], limit: int, own: int) -> None:
     for at_most in (None, limit):
         chunks = chunks_of(groups, at_most)
         out, up = forward_in_chunks(spec, weights, rows, source, chunks, ())
-        found = backward_in_chunks(spec, weights, rows, source, up, gates, grad, chunks, frozenset(weights), ())
-        results.append([out, found.rows, found.gates, *(torch.cat(found.weights[name]) for name in sorted(weights))])
+        known: list[torch.Tensor] = []
+        args = (spec, weights, rows, source, up, gates, grad, chunks, frozenset(weights), (), False)
+        found = backward_in_chunks(*args, lambda *grads, known=known: known.extend(grads))
+        results.append([out, *known, *(torch.cat(found.weights[name]) for name in sorted(weights))])
     for whole, cut in zip(*results, strict=True):
         torch.testing.assert_close(cut, whole)
 

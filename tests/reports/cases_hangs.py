@@ -19,7 +19,7 @@ from hf_laer import patch_model
 from hf_laer.comm import groups
 from hf_laer.comm.groups import communicators
 from hf_laer.comm.routes import depart, make_routes
-from hf_laer.comm.tokens import combine, dispatch
+from hf_laer.comm.tokens import dispatch, start_combine
 from hf_laer.comm.watch import Watch
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.transformers import get_engine
@@ -122,7 +122,7 @@ def matrices() -> None:
         assert arrived.shape == (counts[:, rank].sum(), 5), name
         sources = np.repeat(np.arange(4), counts[:, rank])
         assert (arrived[:, 0] // 1000).int().tolist() == sources.tolist(), name
-        assert torch.equal(combine(arrived, routes, comms.tokens, torch.float32), hidden), name
+        assert torch.equal(start_combine(arrived, routes, comms.tokens).finish(torch.float32), hidden), name
 
 
 def matrix_layers(strategy: str) -> None:
