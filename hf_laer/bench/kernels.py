@@ -146,7 +146,7 @@ def _products(shape: LayerShape, scenario: str, device: torch.device, dtype: tor
         rows, grad = (torch.randn(index.numel(), size, dtype=dtype, device=device) for size in (inner, outer))
         weight = torch.randn(shape.experts, outer, inner, dtype=dtype, device=device)
         work = 2 * index.numel() * inner * outer
-        calls = {
+        calls: dict[str, Callable[[], Any]] = {
             "": partial(rows_times, rows, (weight.transpose(1, 2),), groups),
             ", rows' gradient": partial(rows_times, grad, (weight,), groups),
             ", weight gradient": partial(rows_outer, grad, rows, groups, (shape.experts,)),
