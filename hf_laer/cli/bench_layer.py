@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--contenders {', '.join(unknown)} unknown; known: {', '.join(CONTENDERS)}")
     with joined() as device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        rows = [
-            measure(shape, contender, scenario, device, dtype, args.iterations, ALL_RIVALS)
-            for scenario in scenarios
-            for contender in contenders
-        ]
-        if dist.get_rank() == 0:
-            console.print(_table(shape, rows, device))
-            if args.json:
-                write_figures(args.json, {"shape": vars(shape), "rows": [row.as_dict() for row in rows]})
+        rows: list[Measured] = []
+        try:
+            for scenario, contender in itertools.product(scenarios, contenders):
+                rows.append(measure(shape, contender, scenario, device, dtype, args.iterations, ALL_RIVALS))
+        finally:
+            if dist.get_rank() == 0 and rows:
+                console.print(_table(shape, rows, device))
+                if args.json:
+                    write_figures(args.json, {"shape": vars(shape), "rows": [row.as_dict() for row in rows]})
     return 0
 
 

@@ -43,15 +43,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if unknown:
         raise ValueError(f"--contenders {', '.join(unknown)} unknown; known: {', '.join(CONTENDERS)}")
     with joined() as device:
-        rows = []
-        for scenario in args.routing.split(","):
-            for contender in contenders:
-                found = _trained(job, contender, scenario, device)
-                rows += [] if found is None else [found]
-        if dist.get_rank() == 0:
-            console.print(_table(job, rows, device))
-            if args.json:
-                write_figures(args.json, {"job": vars(job), "rows": [row.as_dict() for row in rows]})
+        rows: list[Trained] = []
+        try:
+            for scenario in args.routing.split(","):
+                for contender in contenders:
+                    found = _trained(job, contender, scenario, device)
+                    rows += [] if found is None else [found]
+        finally:
+            # Also when one contender fails: the others took minutes.
+            if dist.get_rank() == 0 and rows:
+                console.print(_table(job, rows, device))
+                if args.json:
+                    write_figures(args.json, {"job": vars(job), "rows": [row.as_dict() for row in rows]})
     return 0
 
 

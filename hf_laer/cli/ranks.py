@@ -37,7 +37,8 @@ def joined() -> Iterator[torch.device]:
 
 def write_figures(path: Path, figures: dict[str, Any]) -> None:
     """Figures and versions as JSON, written aside, then renamed."""
-    about = {"ranks": dist.get_world_size(), "torch": str(torch.__version__), "hf_laer": _version("hf_laer")}
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    about = {"ranks": ranks, "torch": str(torch.__version__), "hf_laer": _version("hf_laer")}
     aside = path.with_name(path.name + ".tmp")
     aside.write_text(json.dumps(about | figures, indent=2), encoding="utf-8")
     aside.replace(path)

@@ -8,16 +8,26 @@ import triton.language as tl
 
 
 @triton.jit
-def _load_pair(up, bias, row, base, column, inside, half, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Gate and up of some columns of one row, in float32, bias added."""
-    first = 2 * column if INTERLEAVED else column
-    second = first + 1 if INTERLEAVED else first + half
-    g = tl.load(up + row * 2 * half + first, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * 2 * half + second, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        g += tl.load(bias + base + first, mask=inside, other=0.0).to(tl.float32)
-        u += tl.load(bias + base + second, mask=inside, other=0.0).to(tl.float32)
-    return g, u, first, second
+def _load_pair(rows, at, column, inside, half, INTERLEAVED: tl.constexpr):
+    """Gate and up of some columns of the row that starts at ``at``, in float32."""
+    if INTERLEAVED:
+        # Both at once, so that neighbours read neighbouring bytes.
+        pair = 2 * column[:, None] + tl.arange(0, 2)[None, :]
+        return tl.split(tl.load(rows + at + pair, mask=inside[:, None], other=0.0).to(tl.float32))
+    g = tl.load(rows + at + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(rows + at + half + column, mask=inside, other=0.0).to(tl.float32)
+    return g, u
+
+
+@triton.jit
+def _store_pair(rows, at, column, inside, half, g, u, INTERLEAVED: tl.constexpr):
+    """Writes gate and up of some columns."""
+    if INTERLEAVED:
+        pair = 2 * column[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(rows + at + pair, tl.join(g, u).to(rows.dtype.element_ty), mask=inside[:, None])
+    else:
+        tl.store(rows + at + column, g.to(rows.dtype.element_ty), mask=inside)
+        tl.store(rows + at + half + column, u.to(rows.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -48,10 +58,12 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < half
-    base = row * 0
+    g, u = _load_pair(up, row * 2 * half, column, inside, half, INTERLEAVED)
     if HAS_BIAS:
-        base = tl.load(slot + row).to(tl.int64) * 2 * half
-    g, u, _, _ = _load_pair(up, bias, row, base, column, inside, half, INTERLEAVED, HAS_BIAS)
+        g_bias, u_bias = _load_pair(
+            bias, tl.load(slot + row).to(tl.int64) * 2 * half, column, inside, half, INTERLEAVED
+        )
+        g, u = g + g_bias, u + u_bias
     act, _, _ = _activate(g, u, alpha, limit, CLAMPED)
     tl.store(act_out + row * half + column, act.to(act_out.dtype.element_ty), mask=inside)
 
@@ -70,15 +82,17 @@ def _backward_kernel(
     for start in range(0, half, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < half
-        g, u, first, second = _load_pair(up, bias, row, base, column, inside, half, INTERLEAVED, HAS_BIAS)
+        g, u = _load_pair(up, row * 2 * half, column, inside, half, INTERLEAVED)
+        if HAS_BIAS:
+            g_bias, u_bias = _load_pair(bias, base, column, inside, half, INTERLEAVED)
+            g, u = g + g_bias, u + u_bias
         act, by_g, by_u = _activate(g, u, alpha, limit, CLAMPED)
         grad = tl.load(grad_act + row * half + column, mask=inside, other=0.0).to(tl.float32)
         by_gate += tl.where(inside, grad * act, 0.0)
         grad *= gate
         # Results may take the place of operands: all are read before any is written.
         tl.debug_barrier()
-        tl.store(grad_up + row * 2 * half + first, (grad * by_g).to(grad_up.dtype.element_ty), mask=inside)
-        tl.store(grad_up + row * 2 * half + second, (grad * by_u).to(grad_up.dtype.element_ty), mask=inside)
+        _store_pair(grad_up, row * 2 * half, column, inside, half, grad * by_g, grad * by_u, INTERLEAVED)
         weighted = (gate * act).to(weighted_act.dtype.element_ty)
         tl.store(weighted_act + row * half + column, weighted, mask=inside)
     tl.store(grad_gates + row, tl.sum(by_gate))
