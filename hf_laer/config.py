@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
+AUTO = "auto"
 FORECASTS = ("auto", "last", "mean", "ema", "trend")
 DTYPES = ("float32", "bfloat16", "float16")
 RECOMPUTE = ("layer", "experts")
@@ -29,10 +30,16 @@ class LaerConfig:
             least loaded ranks (LLEP, arXiv 2601.17111); ``fsep`` shards every expert over all ranks and re-lays
             them out each step (LAER-MoE, arXiv 2602.11686); ``fsep+llep`` re-lays them out by forecast loads, splits
             the tokens exactly by the present ones, and spills what that leaves; ``fsdp`` unshards every expert on
-            every rank.
+            every rank. ``auto`` takes for each layer the one that is predicted to be fastest (:mod:`hf_laer.choice`).
+        profile: File of ``hf-laer tune`` that says what this machine can do; ``None`` means the figures shipped for
+            its GPU. ``auto`` chooses by it, and spilling is weighed by it.
+        tokens_per_rank: Tokens per rank and micro-batch that ``auto`` chooses for; ``None`` means what the trainer's
+            arguments say, or 8192.
         capacity_factor: LLEP's alpha: an owner's capacity as a multiple of the mean load (>= 1).
         min_tokens_per_gemm: LLEP's m: fewer tokens than this are not worth a weight transfer (>= 1).
-        imbalance_threshold: LLEP's lambda: spilling is off while max/mean load over ranks is below it (>= 1).
+        imbalance_threshold: LLEP's lambda: spilling is off while max/mean load over ranks is below it (>= 1), and on
+            above. ``None`` decides layer by layer and batch by batch: what is spilled must be predicted to save more
+            time than the experts' way there costs.
         slots_per_rank: FSEP's room for unsharded experts on each rank; ``None`` means a quarter more than an even
             share of the experts, and at least one more.
         relayout_interval: FSEP makes a new placement every so many training micro-batches (>= 1).
@@ -62,9 +69,11 @@ class LaerConfig:
     """
 
     strategy: str = "llep"
+    profile: str | None = None
+    tokens_per_rank: int | None = None
     capacity_factor: float = 1.0
     min_tokens_per_gemm: int = 1024
-    imbalance_threshold: float = 1.3
+    imbalance_threshold: float | None = None
     slots_per_rank: int | None = None
     relayout_interval: int = 1
     history: int = 8
@@ -79,15 +88,18 @@ class LaerConfig:
     check_collectives: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("strategy", self.strategy, (*STRATEGIES, AUTO))
+        if self.profile is not None and not (isinstance(self.profile, str) and self.profile):
+            raise ValueError(f"profile={_shown(self.profile)} must be the path of a file, or null")
         _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("forecast", self.forecast, FORECASTS)
         _flag("prefetch", self.prefetch)
         _at_least("capacity_factor", self.capacity_factor, 1.0)
-        _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)
+        if self.imbalance_threshold is not None:
+            _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)
         for name in ("min_tokens_per_gemm", "relayout_interval", "history"):
             _whole(name, getattr(self, name))
-        for name in ("slots_per_rank", "group_size", "ranks_per_node", "max_rows_per_rank"):
+        for name in ("slots_per_rank", "group_size", "ranks_per_node", "max_rows_per_rank", "tokens_per_rank"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
         if not isinstance(self.check_collectives, bool):

@@ -13,18 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_laer.comm.groups import Communicators, communicators
+from hf_laer.choice import choose, settled
+from hf_laer.comm.base import Communicator
+from hf_laer.comm.groups import Communicators, communicators, device_name
+from hf_laer.comm.local import LocalCommunicator
 from hf_laer.comm.routes import depart, make_routes
 from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import count
 from hf_laer.compute.spec import ExpertsSpec
-from hf_laer.config import LaerConfig
+from hf_laer.config import AUTO, LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
-from hf_laer.plan import compile_kernels
+from hf_laer.plan import CostModel, compile_kernels
 from hf_laer.plan.owners import chunk_owners
 from hf_laer.plan.types import EMPTY, Placement, Plan, digest_of
+from hf_laer.profile import Profile, read_profile, shipped_profile
 from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
@@ -33,6 +37,9 @@ from hf_laer.shard.slots import SlotPool
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
 from hf_laer.tuner import LayerTuner
+
+# The token group of a layer that exchanges no tokens.
+_ALONE = LocalCommunicator()
 
 
 @dataclass
@@ -46,12 +53,22 @@ class Engine:
     """Runs the MoE layers of one model.
 
     Args:
-        config: Strategy and settings.
+        config: Strategy and settings; each layer has its own, whose strategy is never ``auto``.
         ranks_per_node: Ranks that share a node.
+        profile: What the machine can do; ``None`` means the file that the config names, or what is shipped for the
+            first rank's device.
+
+    Attributes:
+        expected_tokens: Tokens per rank and micro-batch as the trainer's arguments say them, for ``auto``.
+
+    Raises:
+        ValueError: The config's profile is none.
     """
 
-    def __init__(self, config: LaerConfig, ranks_per_node: int) -> None:
+    def __init__(self, config: LaerConfig, ranks_per_node: int, profile: Profile | None = None) -> None:
         self.config, self.ranks_per_node = config, ranks_per_node
+        self.profile = read_profile(config.profile) if profile is None and config.profile else profile
+        self.expected_tokens: int | None = None
         self.layers: dict[str, MoELayer] = {}
         self.recorder = Recorder()
         self.watcher: LoadsWatcher | None = None
@@ -70,11 +87,12 @@ class Engine:
         self._held: dict[str, np.ndarray] = {}
         self._steps: dict[str, int] = {}
         self._before: tuple[str, SlotTable] | None = None
+        self._costs: dict[tuple[str, int], CostModel] = {}
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_laer_tuner")
 
     def add_layer(self, name: str, module: nn.Module, spec: ExpertsSpec) -> MoELayer:
         """Takes on one experts module, as yet unsharded."""
-        layer = self.layers[name] = MoELayer(name, module, spec, self)
+        layer = self.layers[name] = MoELayer(name, module, spec, self, settled(self.config))
         layer.homes = {key: plain_home(module.get_parameter(key)) for key in spec.names}
         return layer
 
@@ -126,6 +144,9 @@ class Engine:
             ValueError: The mesh and ``group_size`` or ``slots_per_rank`` do not go together.
         """
         try:
+            everyone = self._checked_alike()
+            self.profile = self.profile or shipped_profile(str(everyone[0]["device"]))
+            self._choose(mesh.size(mesh.ndim - 1), self.compute_dtype or compute_dtype)
             groups = self._checked_groups(mesh)
             self.comms = communicators(mesh, len(groups[0]), self.watch, self.config.check_collectives)
         except ValueError:
@@ -145,21 +166,45 @@ class Engine:
         self._tuners.clear()
         self._held.clear()
 
-    def _checked_groups(self, mesh: DeviceMesh) -> list[range]:
-        """The token groups, once every rank is known to be told the same and the sizes go together."""
-        told = {"config": self.config.to_dict(), "ranks_per_node": self.ranks_per_node}
-        everyone: list[dict[str, object]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, told)
+    def _checked_alike(self) -> list[dict[str, Any]]:
+        """What every rank was told, once it is known to be the same; and its device. Collective over the world."""
+        told: dict[str, Any] = {
+            "config": self.config.to_dict(),
+            "ranks_per_node": self.ranks_per_node,
+            "profile": self.profile and self.profile.digest(),
+            "number of tokens": self.expected_tokens,
+        }
+        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, {**told, "device": device_name()})
         for rank, other in enumerate(everyone):
             differing = sorted(key for key in told if other[key] != everyone[0][key])
             if differing:
                 raise ValueError(
                     f"rank {rank} has another {' and '.join(differing)} than rank 0, and would plan otherwise: give "
-                    "all ranks one LaerConfig, with ranks_per_node set where nodes have different numbers of ranks"
+                    "all ranks one LaerConfig and one profile, with ranks_per_node set where nodes have different "
+                    "numbers of ranks"
                 )
-        groups = token_groups(self.config, mesh.size(mesh.ndim - 1))
-        for layer in self.layers.values() if relays(self.config) else ():
-            self.config.slots_for(layer.spec.num_experts, len(groups[0]))
+        return everyone
+
+    def _choose(self, ranks: int, dtype: torch.dtype | None) -> None:
+        """Settles each layer's strategy, the same on all ranks."""
+        if self.config.strategy != AUTO:
+            return
+        assert self.profile is not None
+        sizes = {name: layer.sizes(dtype) for name, layer in self.layers.items()}
+        world = ranks, self.ranks_per_node
+        chosen = choose(self.config, sizes, self.profile, *world, self.expected_tokens, log=dist.get_rank() == 0)
+        for name, config in chosen.items():
+            self.layers[name].config = config
+
+    def _checked_groups(self, mesh: DeviceMesh) -> list[range]:
+        """The token groups of the layers that exchange tokens, once the sizes are known to go together."""
+        configs = [layer.config for layer in self.layers.values()] or [settled(self.config)]
+        ranks = mesh.size(mesh.ndim - 1)
+        groups = token_groups(next(filter(needs_loads, configs), configs[0]), ranks)
+        for layer in self.layers.values():
+            if relays(layer.config):
+                layer.config.slots_for(layer.spec.num_experts, len(groups[0]))
         return groups
 
     def _shard(
@@ -172,7 +217,7 @@ class Engine:
         offload: bool,
     ) -> None:
         assert self.mesh is not None
-        mesh, dim, weights = self.mesh, SHARDED_DIM[self.config.strategy], self.comms.weights
+        mesh, dim, weights = self.mesh, SHARDED_DIM[layer.config.strategy], self.comms.weights
         layout = Layout.sharded(tuple(parameter.shape), dim, weights.size)
         full = parameter.detach()
         if src_rank is not None:
@@ -190,6 +235,7 @@ class Engine:
         """What the layers remember of recent micro-batches, in JSON's types; the same on all ranks."""
         return {
             name: {
+                "strategy": self.layers[name].config.strategy,
                 "step": step,
                 "held": self._held[name].astype(int).tolist(),
                 "tuner": self._tuners[name].state_dict() if name in self._tuners else None,
@@ -207,10 +253,11 @@ class Engine:
         for name, remembered in check_memory(memory, experts).items():
             self._steps[name] = remembered["step"]
             held = np.array(remembered["held"], bool)
+            layer = self.layers[name]
             if held.shape[0] == sum(map(len, self._groups)):
                 self._held[name] = held
-            if remembered["tuner"] is not None and relays(self.config):
-                self._tuner(self.layers[name]).load_state_dict(remembered["tuner"])
+            if remembered["tuner"] is not None and relays(layer.config):
+                self._tuner(layer).load_state_dict(remembered["tuner"])
 
     def compute_dtype_for(self, hidden: torch.Tensor) -> torch.dtype:
         """Dtype of the expert GEMMs: the config's, FSDP's, autocast's, or that of the tokens."""
@@ -237,13 +284,13 @@ class Engine:
         counts = count(top_k_index, layer.spec.num_experts)
         loads, placements = self._gather(layer, counts)
         started = time.perf_counter()
-        plans = self._plans(loads, placements)
+        tokens = self.tokens_of(layer)
+        plans = self._plans(layer, loads, placements, top_k_index.shape[1])
         planned = time.perf_counter() - started
-        if self.config.check_collectives and needs_loads(self.config):
+        if self.config.check_collectives and needs_loads(layer.config):
             self.comms.weights.agree("plan", _digests(loads, plans))
-        mine = plans[min(self.comms.weights.rank // len(self._groups[0]), len(plans) - 1)]
-        tokens = self.comms.tokens
-        group = self._my_rows(loads)
+        mine = plans[min(self.comms.weights.rank // tokens.size, len(plans) - 1)]
+        group = self._my_rows(loads, tokens.size)
         departure = depart(top_k_index, top_k_weights, mine.split, group[: tokens.rank].sum(0), tokens)
         # While the device sorts and sizes travel.
         if training:
@@ -264,7 +311,9 @@ class Engine:
     def expect_after(self, layer: MoELayer, dtype: torch.dtype, device: torch.device, era: Era) -> None:
         """In a forward: sends for the experts that the next layer is known to use, whatever its tokens."""
         name = self.passes.after(layer.name)
-        if era[0] == "forward" and name in self.layers:
+        # A layout is agreed on with the loads of the layer before, if it gathers any.
+        agreed = name in self.layers and (needs_loads(layer.config) or not relays(self.layers[name].config))
+        if era[0] == "forward" and agreed and name is not None:
             table = self._foreseen(self.layers[name])
             self.expect(None if table is None else (name, table), dtype, device, era)
 
@@ -278,9 +327,9 @@ class Engine:
 
     def _foreseen(self, layer: MoELayer) -> SlotTable | None:
         """The experts that a layer's next plan will hold at least, in each rank's first slots."""
-        if self.config.strategy == "fsdp":
+        if layer.config.strategy == "fsdp":
             return (tuple(range(layer.spec.num_experts)),) * self.comms.weights.size
-        if not relays(self.config):
+        if not relays(layer.config):
             return None
         return _table_of(self._tuner(layer).layout)
 
@@ -299,11 +348,14 @@ class Engine:
                 "mesh=mesh)"
             )
 
-    def _my_rows(self, loads: np.ndarray) -> np.ndarray:
-        """The loads of this rank's token group."""
-        if len(loads) == self.comms.tokens.size:
+    def tokens_of(self, layer: MoELayer) -> Communicator:
+        """The token group in which the layer exchanges tokens."""
+        return self.comms.tokens if needs_loads(layer.config) else _ALONE
+
+    def _my_rows(self, loads: np.ndarray, size: int) -> np.ndarray:
+        """The loads of this rank's token group of ``size`` ranks."""
+        if len(loads) == size:
             return loads
-        size = len(self._groups[0])
         start = self.comms.weights.rank // size * size
         return loads[start : start + size]
 
@@ -314,34 +366,50 @@ class Engine:
     def _gather(self, layer: MoELayer, counts: torch.Tensor) -> tuple[np.ndarray, list[Placement] | None]:
         """Every rank's loads int64 ``[N, E]``, and the layer's layout. Waits for the device.
 
-        Ranks agree on the layout of the layer that comes next, whose experts can set out then, and of a pass's first.
+        Ranks agree on the layout of the layer that comes next, whose experts can set out then, and on the layer's own
+        where none before it could: it is a pass's first, or the one before gathers no loads.
         """
-        if not relays(self.config):
-            everyone = self.comms.weights if needs_loads(self.config) else self.comms.tokens
-            return everyone.to_host(everyone.all_gather(counts)).numpy(), None
-        names = [layer.name] if self.passes.is_first() else []
-        names += [name for name in (self.passes.after(layer.name),) if name in self.layers]
-        tuners, everyone = [self._tuner(self.layers[name]) for name in names], self.comms.weights
+        before, after = self.passes.before(), self.passes.after(layer.name)
+        alone = before not in self.layers or not needs_loads(self.layers[before].config)
+        due = ([layer] if alone else []) + [self.layers[name] for name in (after,) if name in self.layers]
+        tuners = [self._tuner(one) for one in due if relays(one.config)] if needs_loads(layer.config) else []
+        everyone = self.comms.weights if needs_loads(layer.config) else _ALONE
+        if not tuners:
+            loads = everyone.to_host(everyone.all_gather(counts)).numpy()
+            return loads, self._tuner(layer).layout if relays(layer.config) else None
         newest = torch.tensor([told for tuner in tuners for told in tuner.newest()], dtype=torch.int64)
         message = torch.cat([counts, newest.to(counts.device, non_blocking=True)])
         told = everyone.to_host(everyone.all_gather(message)).numpy()
         for at, tuner in enumerate(tuners):
             tuner.agree(*told[:, len(counts) + 2 * at :][:, :2].T)
-        return np.ascontiguousarray(told[:, : len(counts)]), self._tuner(layer).layout
+        layout = self._tuner(layer).layout if relays(layer.config) else None
+        return np.ascontiguousarray(told[:, : len(counts)]), layout
 
-    def _plans(self, loads: np.ndarray, layout: list[Placement] | None) -> list[Plan]:
+    def _plans(self, layer: MoELayer, loads: np.ndarray, layout: list[Placement] | None, top_k: int) -> list[Plan]:
         """One plan for each token group whose loads are here."""
         groups = self._groups if len(loads) == self.comms.weights.size else [range(len(loads))]
         placements: list[Placement | None] = list(layout) if layout else [None] * len(groups)
         return [
-            make_plan(self.config, loads[group.start : group.stop], placement, self.ranks_per_node)
+            make_plan(
+                layer.config, loads[group.start : group.stop], placement, self.ranks_per_node, self._cost(layer, top_k)
+            )
             for group, placement in zip(groups, placements, strict=True)
         ]
+
+    def _cost(self, layer: MoELayer, top_k: int) -> CostModel | None:
+        """What spilling is weighed by; attention is left out, as what it hides is not known."""
+        if self.profile is None or self.config.imbalance_threshold is not None:
+            return None
+        if (layer.name, top_k) not in self._costs:
+            sizes = replace(layer.sizes(self.compute_dtype), top_k=top_k)
+            machine = self.profile.of_ranks(len(self._groups[0]), self.ranks_per_node)
+            self._costs[layer.name, top_k] = sizes.cost(machine, 0, self.config.max_rows_per_rank)
+        return self._costs[layer.name, top_k]
 
     def _tuner(self, layer: MoELayer) -> LayerTuner:
         if layer.name not in self._tuners:
             self._tuners[layer.name] = LayerTuner(
-                self.config, layer.spec.num_experts, self._groups, self.ranks_per_node, self._threads
+                layer.config, layer.spec.num_experts, self._groups, self.ranks_per_node, self._threads
             )
         return self._tuners[layer.name]
 
@@ -355,7 +423,7 @@ class Engine:
         self, layer: MoELayer, loads: np.ndarray, group: np.ndarray, plans: list[Plan], mine: Plan, seconds: float
     ) -> None:
         """Feeds the tuner and the recorder; only ever with a training micro-batch's first forward."""
-        if relays(self.config):
+        if relays(layer.config):
             self._tuner(layer).observe(loads, plans)
         held = np.concatenate([_holds(plan.placement, layer.spec.num_experts) for plan in plans])
         before = self._held.get(layer.name, held)
@@ -373,7 +441,8 @@ class Engine:
                 spilled=sum(plan.spilled for plan in plans),
                 moved=int((held & ~before).sum()),
                 plan_seconds=seconds,
-                forecast=self._tuner(layer).forecast if relays(self.config) else "",
+                forecast=self._tuner(layer).forecast if relays(layer.config) else "",
+                strategy=layer.config.strategy,
             )
         )
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_laer import tape
+from hf_laer.choice import USUAL_TOP_K, LayerSizes
 from hf_laer.comm.routes import Routes
 from hf_laer.comm.tokens import Combining, dispatch, return_gates, start_combine
 from hf_laer.comm.watch import Where
@@ -24,6 +25,7 @@ from hf_laer.compute.experts import Weights, bias_of
 from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
+from hf_laer.config import LaerConfig
 from hf_laer.shard.ahead import Coming, Era, Want
 from hf_laer.shard.exchange import SlotTable, start_reshard
 from hf_laer.shard.home import Home
@@ -63,10 +65,11 @@ class MoELayer:
         module: The experts module.
         spec: Its family.
         engine: What all layers share.
+        config: The layer's own settings; its strategy is settled.
     """
 
-    def __init__(self, name: str, module: nn.Module, spec: ExpertsSpec, engine: Engine) -> None:
-        self.name, self.module, self.spec, self.engine = name, module, spec, engine
+    def __init__(self, name: str, module: nn.Module, spec: ExpertsSpec, engine: Engine, config: LaerConfig) -> None:
+        self.name, self.module, self.spec, self.engine, self.config = name, module, spec, engine, config
         self.homes: dict[str, Home] = {}
         self.forwards = 0
         self._rerouted: torch.Tensor | None = None
@@ -159,6 +162,16 @@ class MoELayer:
         """Tokens that the router sent elsewhere in a recompute than in its forward; they follow the forward's plan."""
         return 0 if self._rerouted is None else int(self._rerouted)
 
+    def sizes(self, dtype: torch.dtype | None) -> LayerSizes:
+        """What predictions need of it; ``dtype`` of compute, or the parameters'."""
+        up, down = (self.homes[name] for name in (self.spec.up, self.spec.down))
+        width = up.layout.shape[2 if self.spec.is_transposed else 1]
+        intermediate = down.layout.shape[1 if self.spec.is_transposed else 2]
+        top_k = min(self.spec.top_k or USUAL_TOP_K, self.spec.num_experts)
+        value_bytes = (dtype or down.parameter.dtype).itemsize
+        gated = width == 2 * intermediate
+        return LayerSizes(self.spec.num_experts, self.spec.hidden_size, intermediate, top_k, gated, value_bytes)
+
     def versions(self) -> list[int]:
         """Grows with every change in place of a parameter, as autograd counts it."""
         return [home.parameter._version for home in self.homes.values()]
@@ -185,7 +198,7 @@ class MoELayer:
         self, run: Run, hidden: torch.Tensor, dtype: torch.dtype, adapters: Sequence[LowRank]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``, if whole."""
-        routes, tokens = run.routes, self.engine.comms.tokens
+        routes, tokens = run.routes, self.engine.tokens_of(self)
         era = self.engine.era()
         coming = self._begin(run, dtype, hidden.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
@@ -210,7 +223,7 @@ class MoELayer:
         adapters: Sequence[LowRank],
     ) -> tuple[torch.Tensor, torch.Tensor, list[FactorGradients]]:
         """Gradients of ``hidden`` ``[T, H]``, routing weights ``[T * K]`` and factors; those of the weights go home."""
-        routes, tokens, dtype = run.routes, self.engine.comms.tokens, rows.dtype
+        routes, tokens, dtype = run.routes, self.engine.tokens_of(self), rows.dtype
         self.engine.watch.where = Where(self.name, "backward", run.micro_batch)
         era = self.engine.era()
         self.engine.passes.end()

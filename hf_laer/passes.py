@@ -34,6 +34,10 @@ class Passes:
         """A backward: the next forward begins a new pass."""
         self._ended = True
 
+    def before(self) -> str | None:
+        """The layer that came before the present one in the pass."""
+        return self._seen[-2] if len(self._seen) > 1 else None
+
     def is_first(self) -> bool:
         """Whether the pass has had one layer so far."""
         return len(self._seen) == 1

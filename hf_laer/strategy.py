@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import chunk_owners, ep, fsdp, fsep, fsep_llep, llep
+from hf_laer.plan import CostModel, chunk_owners, ep, fsdp, fsep, fsep_llep, llep, no_worse_than_ep
 from hf_laer.plan.types import Placement, Plan
 
 SHARDED_DIM = {"ep": 0, "llep": 0, "fsep": 1, "fsep+llep": 1, "fsdp": 1}
@@ -37,7 +37,13 @@ def needs_loads(config: LaerConfig) -> bool:
     return config.strategy != "fsdp"
 
 
-def make_plan(config: LaerConfig, loads: np.ndarray, placement: Placement | None, ranks_per_node: int) -> Plan:
+def make_plan(
+    config: LaerConfig,
+    loads: np.ndarray,
+    placement: Placement | None,
+    ranks_per_node: int,
+    cost: CostModel | None = None,
+) -> Plan:
     """The plan of one token group.
 
     Args:
@@ -45,10 +51,13 @@ def make_plan(config: LaerConfig, loads: np.ndarray, placement: Placement | None
         loads: int64 ``[N, E]`` of the group's ranks.
         placement: The tuner's, where there is one.
         ranks_per_node: Ranks that share a node.
+        cost: Layer and machine, by which spilling is weighed where the config has no ``imbalance_threshold``; without
+            one, or with a threshold, everything above the capacity is spilled.
     """
     ranks, experts = loads.shape
     if config.strategy == "fsdp":
         return fsdp(loads)
+    cost = cost if config.imbalance_threshold is None else None
     if placement is not None:
         if config.strategy == "fsep":
             return fsep(loads, placement, ranks_per_node=ranks_per_node)
@@ -58,15 +67,18 @@ def make_plan(config: LaerConfig, loads: np.ndarray, placement: Placement | None
             ranks_per_node=ranks_per_node,
             capacity_factor=config.capacity_factor,
             min_tokens_per_gemm=config.min_tokens_per_gemm,
+            cost=cost,
         )
     owners = chunk_owners(experts, ranks)
     if config.strategy == "ep":
         return ep(loads, owners)
-    return llep(
+    plan = llep(
         loads,
         owners,
         capacity_factor=config.capacity_factor,
         min_tokens_per_gemm=config.min_tokens_per_gemm,
-        imbalance_threshold=config.imbalance_threshold,
+        imbalance_threshold=config.imbalance_threshold or 1.0,
         ranks_per_node=ranks_per_node,
     )
+    # Predicting takes longer than planning: only where there is something to refuse.
+    return plan if cost is None or not plan.spilled else no_worse_than_ep(plan, loads, owners, cost, home="whole")

@@ -86,6 +86,8 @@ class LaerCallback(TrainerCallback, ExportableState):
         pass_over_cut_checkpoints()
         patch_model(model, self.config)
         self._engine = get_engine(model)
+        if self._engine is not None:
+            self._engine.expected_tokens = expected_tokens(args)
         if state.is_world_process_zero and self._engine is not None:
             logger.info(
                 "hf_laer: patched the %d MoE layers of %s with %s",
@@ -210,6 +212,12 @@ class _Window:
         self._sums = dict.fromkeys(self._sums, 0.0)
         self._worst = dict.fromkeys(self._worst, 0.0)
         return {f"laer/{key}": round(number, 4) for key, number in logs.items()}
+
+
+def expected_tokens(args: Any) -> int | None:
+    """Tokens of a rank's micro-batch at most, where the trainer's arguments bound a sequence's length."""
+    length = getattr(args, "max_length", None)
+    return args.per_device_train_batch_size * length if length else None
 
 
 def auxiliary_loss(model: Any) -> str:

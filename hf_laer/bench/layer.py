@@ -19,6 +19,7 @@ from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.engine import Engine
+from hf_laer.profile import Profile
 
 LAYERS = {
     "g128": {"experts": 128, "hidden": 2880, "intermediate": 2880, "top_k": 4},
@@ -82,7 +83,7 @@ def spec_for(shape: LayerShape) -> ExpertsSpec:
     """The engine's view of :class:`BenchExperts`."""
     fused = FusedGate(interleaved=False, clamped=False)
     gate = Gate(fused.reference, fused)
-    return ExpertsSpec(shape.experts, shape.hidden, False, "gate_up_proj", "down_proj", None, None, gate)
+    return ExpertsSpec(shape.experts, shape.hidden, False, "gate_up_proj", "down_proj", None, None, gate, shape.top_k)
 
 
 def measure(
@@ -93,14 +94,18 @@ def measure(
     dtype: torch.dtype,
     iterations: int,
     rivals: Rivals = RIVALS,
+    profile: Profile | None = None,
 ) -> Measured:
-    """Measures one contender, a strategy or one of ``rivals``, under one routing. Collective over the world."""
+    """Measures one contender, a strategy or one of ``rivals``, under one routing. Collective over the world.
+
+    Strategies are chosen, and spilling is weighed, by ``profile``, or by the one that is shipped for the device.
+    """
     rank = dist.get_rank()
     index = routing(scenario, shape.tokens, shape.experts, shape.top_k, rank, device)
     hidden = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     gates = torch.full(index.shape, 1.0 / shape.top_k, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(hidden)
-    run, weights, engine = _contender(shape, contender, device, dtype, rivals)
+    run, weights, engine = _contender(shape, contender, device, dtype, rivals, profile)
 
     def forward() -> None:
         with torch.no_grad():
@@ -113,8 +118,8 @@ def measure(
 
     for _ in range(3):
         step()
-    forward_ms, _ = _timed(forward, device, iterations)
-    step_ms, peak = _timed(step, device, iterations)
+    forward_ms, _ = timed(forward, device, iterations)
+    step_ms, peak = timed(step, device, iterations)
     record = engine.recorder.drain()[-1] if engine is not None else None
     before, after = (0.0, 0.0)
     if record is not None:
@@ -123,19 +128,25 @@ def measure(
 
 
 def _contender(
-    shape: LayerShape, name: str, device: torch.device, dtype: torch.dtype, rivals: Rivals = RIVALS
+    shape: LayerShape,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    rivals: Rivals = RIVALS,
+    profile: Profile | None = None,
 ) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor], Engine | None]:
     if name in rivals:
         made = rivals[name](BenchWeights(shape.experts, shape.hidden, shape.intermediate, shape.top_k, device, dtype))
         return made, made.parameters, None
     module = BenchExperts(shape, device, dtype)
-    engine = Engine(LaerConfig(strategy=name, history=1), ranks_per_node=dist.get_world_size())
+    config = LaerConfig(strategy=name, history=1, tokens_per_rank=shape.tokens)
+    engine = Engine(config, ranks_per_node=dist.get_world_size(), profile=profile)
     layer = engine.add_layer("experts", module, spec_for(shape))
     engine.attach(engine.detach(), init_device_mesh(device.type, (dist.get_world_size(),)))
     return layer, list(module.parameters()), engine
 
 
-def _timed(call: Callable[[], None], device: torch.device, iterations: int) -> tuple[float, float]:
+def timed(call: Callable[[], None], device: torch.device, iterations: int) -> tuple[float, float]:
     """Median milliseconds and peak GiB above what was held before, each of the worst rank."""
     call()
     base = 0

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-COMMANDS = ("simulate", "bench", "merge", "soak")
+COMMANDS = ("simulate", "bench", "tune", "merge", "soak")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 if it went well, 2 for input that cannot be used."""
     parser = argparse.ArgumentParser(
-        prog="hf-laer", description="Plan and simulate expert parallelism; merge checkpoints."
+        prog="hf-laer", description="Plan and simulate expert parallelism; measure, tune; merge checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:

@@ -11,7 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.plan import PROFILES, CostModel, Topology, read_topology, topology
+from hf_laer.choice import attention_seconds
+from hf_laer.plan import PROFILES, CostModel, Topology, topology
+from hf_laer.profile import read_machine
 from hf_laer.sim import METHODS, PRESET_SLOTS, PRESETS, Replay, Setting, Trace, load_trace, replay
 
 HELP = "replay a routing trace through planners and predict step time, balance and memory"
@@ -159,13 +161,7 @@ def _machine(profile: str, nodes: int, per_node: int) -> Topology:
         return topology(profile, nodes, per_node)
     if not Path(profile).exists():
         raise ValueError(f"no profile {profile!r}; there are {', '.join(PROFILES)}, or give a JSON file")
-    return dataclasses.replace(read_topology(profile), num_ranks=nodes * per_node, ranks_per_node=per_node)
-
-
-def attention_seconds(machine: Topology, hidden: int, tokens: float) -> float:
-    """Forward time of plain attention on one rank: four H x H projections, and one sequence's products."""
-    flops = 8.0 * hidden * hidden * tokens + 2.0 * hidden * tokens * tokens
-    return flops / (machine.flops * max(machine.gemm_efficiency))
+    return read_machine(profile, nodes, per_node)
 
 
 def _describe(setting: Setting) -> str:

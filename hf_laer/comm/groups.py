@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -75,6 +76,20 @@ def communicators(mesh: DeviceMesh, group_size: int, watch: Watch, check: bool =
     )
     _warm(made, mesh.device_type)
     return made
+
+
+def ranks_of_node() -> int:
+    """Ranks that share this node: the launcher's word, or the GPUs, or the world."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def device_name() -> str:
+    """The kind of this rank's device; ``cpu`` where there is no GPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def group_timeout(device_type: str) -> timedelta:

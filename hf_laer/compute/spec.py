@@ -20,6 +20,7 @@ class ExpertsSpec:
         up_bias: Name of the first product's bias ``[E, out]``, or ``None``.
         down_bias: Name of the second product's bias ``[E, H]``, or ``None``.
         gate: From the first product ``[A, out]`` to the second's input ``[A, I]``, row by row.
+        top_k: K, where the model's configuration says it.
     """
 
     num_experts: int
@@ -30,6 +31,7 @@ class ExpertsSpec:
     up_bias: str | None
     down_bias: str | None
     gate: Gate
+    top_k: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -6,12 +6,13 @@ Only sums, products and quotients of float64, in a fixed order: every rank predi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from ._jit import kernel
+from .seconds import FIGURES, cost_parts, exchange_of
 from .topology import Topology
-from .traffic import Traffic, traffic
+from .traffic import Traffic
 from .types import EMPTY, Placement, Plan, Prediction
 
 HOMES = ("whole", "sharded", "copies", "resident", "shadowed")
@@ -70,6 +71,13 @@ class CostModel:
         return (6 if self.gated else 4) * self.hidden * self.intermediate
 
     @property
+    def token_copies(self) -> int:
+        """Bytes read and written around one token's products in one expert, forward: rows to the expert's group, the
+        gate between the products, the weighted sum after them.
+        """
+        return (3 * self.hidden + (3 if self.gated else 2) * self.intermediate) * self.value_bytes
+
+    @property
     def exchanges(self) -> int:
         """Token exchanges per micro-batch: dispatch and combine, forward and backward, or recomputed too."""
         return (6 if self.recompute == "layer" else 4) if self.training else 2
@@ -83,6 +91,22 @@ class CostModel:
     def weight_trips(self) -> int:
         """Weight transfers per micro-batch: to the slots, again for backward, gradients home."""
         return 3 if self.training else 1
+
+    @cached_property
+    def figures(self) -> np.ndarray:
+        """float64, as :func:`~.seconds.cost_parts` takes them."""
+        machine = self.topology
+        copies = self.token_copies / machine.copy_bandwidth if machine.copy_bandwidth > 0 else 0.0
+        values = {
+            "token_seconds": self.token_flops / machine.flops,
+            "copy_seconds": copies,
+            "row_bytes": self.hidden * self.value_bytes,
+            "expert_bytes": self.expert_bytes,
+            "intra_bandwidth": machine.intra_bandwidth,
+            "inter_bandwidth": machine.inter_bandwidth,
+            "latency": machine.latency,
+        }
+        return np.array([values[name] for name in FIGURES], np.float64)
 
     def transfer_tokens(self, between_nodes: bool = False) -> int:
         """How many tokens' compute one expert's trip is worth: LLEP's m from figures."""
@@ -126,22 +150,21 @@ def predict(
         raise ValueError(f"home={home!r} is not one of {', '.join(HOMES)}")
     if ranks != cost.topology.num_ranks:
         raise ValueError(f"the plan is for {ranks} ranks, the topology has {cost.topology.num_ranks}")
-    sent = traffic(loads, plan.split, cost.topology.width, cost.top_k)
-    compute = compute_seconds(plan, cost)
-    exchange = exchange_seconds(sent, cost)
+    if home in ("whole", "shadowed") and owners is None:
+        raise ValueError(f"home={home!r} needs the owners of the experts")
+    rows, foreign, compute, received, given, exchange, trip, known = _parts(plan, loads, cost, home, owners, foreseen)
+    sent = Traffic(rows[0], rows[1], rows[2], rows[3], rows[4], int(foreign))
     trips = cost.weight_trips if home != "resident" else int(cost.training)
-    received, given, far = weight_bytes(plan.placement, cost, home, owners)
-    trip = _link_seconds(received, given, far, cost)
     # What no one foresaw delays the forward; backward knows the plan and has compute to hide weights under.
     sudden = trip if home in ("whole", "shadowed") else 0.0
     if foreseen is not None:
-        sudden = max(0.0, trip - _link_seconds(*weight_bytes(foreseen, cost, home, owners), cost))
+        sudden = max(0.0, trip - known)
     slowest = float(compute.max())
     weights = trips * trip
     hidden = min(weights - sudden, cost.computes * slowest + cost.other_seconds * (3 if cost.training else 1))
     # Master weights and two moments in fp32 beside the weights, over the node's links.
     moving = moved * 7 * cost.expert_bytes / cost.topology.inter_bandwidth
-    exposed = weights - hidden + moving
+    exposed = weights - hidden + moving + trips * _packing_seconds(received, given, cost)
     row_bytes = cost.hidden * cost.value_bytes
     prediction = Prediction(
         seconds=cost.computes * slowest + cost.exchanges * exchange + exposed,
@@ -152,137 +175,46 @@ def predict(
         bytes_in=(sent.received_near + sent.received_far) * row_bytes * cost.exchanges / 2 + received * trips,
         bytes_out=(sent.sent_near + sent.sent_far) * row_bytes * cost.exchanges / 2 + given * trips,
         peak_bytes=peak_bytes(plan, sent, cost),
-        foreign_tokens=sent.foreign_nodes,
+        foreign_tokens=int(foreign),
     )
     return replace(plan, predicted=prediction)
 
 
-def compute_seconds(plan: Plan, cost: CostModel) -> np.ndarray:
-    """float64 ``[N]``: forward time of each rank's products, small groups being slow."""
-    slots = plan.placement.slots
-    tokens, efficiency = cost.topology.curve()
-    work = _effective_tokens(plan.split.rank, plan.split.slot, plan.split.quotas(), slots, tokens, efficiency)
-    return work * (cost.token_flops / cost.topology.flops)
+def _parts(
+    plan: Plan,
+    loads: np.ndarray,
+    cost: CostModel,
+    home: str,
+    owners: np.ndarray | None,
+    foreseen: Placement | None,
+) -> tuple[np.ndarray, int, np.ndarray, np.ndarray, np.ndarray, float, float, float]:
+    """See :func:`cost_parts`."""
+    split, machine = plan.split, cost.topology
+    known = np.zeros((0, 0), np.int64) if foreseen is None else foreseen.slots
+    tables = (np.zeros(0, np.int64) if owners is None else owners, plan.placement.slots, known)
+    owned, slots, ahead = (np.ascontiguousarray(table, np.int64) for table in tables)
+    return cost_parts(
+        np.ascontiguousarray(loads, np.int64),
+        split.first,
+        split.rank,
+        split.slot,
+        split.end,
+        slots,
+        ahead,
+        owned,
+        HOMES.index(home),
+        machine.width,
+        cost.top_k,
+        *machine.curve(),
+        cost.figures,
+    )
 
 
-@kernel
-def _effective_tokens(
-    rank: np.ndarray,
-    slot: np.ndarray,
-    quota: np.ndarray,
-    slots: np.ndarray,
-    tokens: np.ndarray,
-    efficiency: np.ndarray,
-) -> np.ndarray:
-    """Tokens per rank, each group's divided by the efficiency that its size reaches."""
-    groups = np.zeros(slots.shape, np.int64)
-    for at in range(len(rank)):
-        groups[rank[at], slot[at]] += quota[at]
-    work = np.zeros(slots.shape[0], np.float64)
-    for holder in range(slots.shape[0]):
-        for count in groups[holder]:
-            if count > 0:
-                work[holder] += count / _efficiency(count, tokens, efficiency)
-    return work
-
-
-@kernel
-def _efficiency(count: int, tokens: np.ndarray, efficiency: np.ndarray) -> float:
-    if count <= tokens[0]:
-        return efficiency[0] * count / tokens[0]
-    for at in range(1, len(tokens)):
-        if count <= tokens[at]:
-            part = (count - tokens[at - 1]) / (tokens[at] - tokens[at - 1])
-            return efficiency[at - 1] + part * (efficiency[at] - efficiency[at - 1])
-    return efficiency[-1]
-
-
-def exchange_seconds(rows: Traffic, cost: CostModel) -> float:
-    """Time of one exchange: the busiest rank's own links or the busiest node's, sending or receiving."""
-    near = max(rows.sent_near.max(), rows.received_near.max())
-    far = np.zeros((2, cost.topology.nodes))
-    nodes = np.arange(cost.topology.num_ranks) // cost.topology.width
-    np.add.at(far[0], nodes, rows.sent_far)
-    np.add.at(far[1], nodes, rows.received_far)
-    if near == 0 and far.max() == 0:
+def _packing_seconds(received: np.ndarray, given: np.ndarray, cost: CostModel) -> float:
+    """Time to pack what is sent and to unpack what arrives, on the busiest rank; no product hides it."""
+    if cost.topology.copy_bandwidth == 0:
         return 0.0
-    row_bytes = cost.hidden * cost.value_bytes
-    inside = near * row_bytes / cost.topology.intra_bandwidth
-    between = far.max() * row_bytes / cost.topology.inter_bandwidth
-    latency = cost.topology.inter_latency if cost.topology.nodes > 1 else cost.topology.intra_latency
-    return float(max(inside, between)) + latency
-
-
-def weight_bytes(
-    placement: Placement, cost: CostModel, home: str, owners: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of one weight trip: float64 ``[N]`` received, ``[N]`` sent, ``[nodes]`` over a node's border."""
-    if home in ("whole", "shadowed") and owners is None:
-        raise ValueError(f"home={home!r} needs the owners of the experts")
-    table = np.zeros(0, np.int64) if owners is None else np.ascontiguousarray(owners, np.int64)
-    experts = int(placement.slots.max()) + 1
-    in_experts = _weight_trip(placement.slots, table, HOMES.index(home), experts, cost.topology.width)
-    return tuple(part * float(cost.expert_bytes) for part in in_experts)  # type: ignore[return-value]
-
-
-@kernel
-def _weight_trip(
-    slots: np.ndarray, owners: np.ndarray, home: int, experts: int, width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One trip in experts: received and sent per rank, and the larger direction over each node's border."""
-    ranks = slots.shape[0]
-    nodes = -(-ranks // width)
-    received, sent = np.zeros(ranks), np.zeros(ranks)
-    far_in, far_out = np.zeros(nodes), np.zeros(nodes)
-    copies = np.zeros(experts, np.int64)
-    near = np.zeros((nodes, experts), np.int64)
-    for rank in range(ranks):
-        for expert in slots[rank]:
-            if expert != EMPTY:
-                copies[expert] += 1
-                near[rank // width, expert] += 1
-    filled = copies.sum()
-    for rank in range(ranks):
-        node = rank // width
-        size = min(width, ranks - node * width)
-        for expert in slots[rank]:
-            if expert == EMPTY:
-                continue
-            if home == 0:
-                if owners[expert] != rank:
-                    received[rank] += 1
-                    sent[owners[expert]] += 1
-                    if owners[expert] // width != node:
-                        far_in[node] += 1
-                        far_out[owners[expert] // width] += 1
-            elif home == 1:
-                received[rank] += (ranks - 1) / ranks
-                sent[rank] -= 1 / ranks
-                far_in[node] += (ranks - size) / ranks
-                far_out[node] -= size / ranks
-            else:
-                holders = copies[expert]
-                # A ring over the holders, for a gather as for a broadcast; an all-reduce is two of them.
-                trips = 2.0 if home == 3 else 1.0
-                received[rank] += trips * (holders - 1) / holders
-                sent[rank] += trips * (holders - 1) / holders
-                far_in[node] += trips * (holders - near[node, expert]) / holders
-                far_out[node] += trips * (holders - near[node, expert]) / holders
-    if home == 1:  # each rank sends its slice of every filled slot
-        sent += filled / ranks
-        for node in range(nodes):
-            far_out[node] += filled * min(width, ranks - node * width) / ranks
-    return received, sent, np.maximum(far_in, far_out)
-
-
-def _link_seconds(received: np.ndarray, given: np.ndarray, far: np.ndarray, cost: CostModel) -> float:
-    """Time of one weight trip: the busiest rank's links or the busiest node's."""
-    most = max(received.max(), given.max())
-    if most == 0:
-        return 0.0
-    latency = cost.topology.inter_latency if cost.topology.nodes > 1 else cost.topology.intra_latency
-    inside, between = most / cost.topology.intra_bandwidth, far.max() / cost.topology.inter_bandwidth
-    return float(max(inside, between)) + latency
+    return float((received + given).max()) * 2.0 / cost.topology.copy_bandwidth
 
 
 def peak_bytes(plan: Plan, rows: Traffic, cost: CostModel) -> np.ndarray:
@@ -307,13 +239,15 @@ def balanced_ideal(loads: np.ndarray, cost: CostModel) -> Prediction:
     if total > 0:
         reached = np.interp(total / max(experts, ranks), tokens, efficiency)
         work = total / ranks / float(reached) * cost.token_flops / cost.topology.flops
+        if cost.topology.copy_bandwidth > 0:
+            work += total / ranks * (cost.token_copies / cost.topology.copy_bandwidth)
     rows = total / ranks / cost.top_k * (1 - (1 - 1 / ranks) ** cost.top_k)
     width = cost.topology.width
     near = np.full(ranks, rows * (width - 1))
     far = np.full(ranks, rows * (ranks - width))
-    sent = Traffic(near, near, far, far, np.full(ranks, rows), 0)
-    exchange = exchange_seconds(sent, cost) * cost.exchanges
     row_bytes = cost.hidden * cost.value_bytes
+    links = map(float, (cost.topology.intra_bandwidth, cost.topology.inter_bandwidth, cost.topology.latency))
+    exchange = exchange_of(np.stack([near, near, far, far]), width, float(row_bytes), *links) * cost.exchanges
     moved = (near + far) * row_bytes * cost.exchanges / 2
     held = experts / ranks * float(cost.expert_bytes) * (2 if cost.training else 1)
     per_token = ((3 if cost.gated else 2) * cost.intermediate + cost.hidden) * cost.value_bytes

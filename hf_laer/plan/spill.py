@@ -42,9 +42,8 @@ def fsep_llep(
         capacity_factor: A rank's capacity as a multiple of the mean load.
         min_tokens_per_gemm: m, how many tokens a transfer of an expert must be worth: the gain exceeds the
             cost.
-
-        cost: If given, plans carry a prediction, and one that is predicted slower than :func:`fsep`'s is
-            replaced by it: what is spilled must gain more than its weights cost.
+        cost: If given, a plan that spills carries a prediction, and one that is predicted slower than
+            :func:`fsep`'s is replaced by it: what is spilled must gain more than its weights cost.
 
     Returns:
         A plan whose slot rows list the placement's experts, then those spilled in; loads stay at or below
@@ -67,11 +66,9 @@ def fsep_llep(
     check_homes(loads, homeless)
     level = Plan(placement, Split(*plain))
     plan = Plan(Placement(table), Split(*full), spilled=int(spilled)) if spilled else level
-    if cost is None:
+    if cost is None or not spilled:
         return plan
     level = predict(level, loads, cost, home="sharded", foreseen=placement)
-    if not spilled:
-        return level
     plan = predict(plan, loads, cost, home="sharded", foreseen=placement)
     assert level.predicted is not None
     assert plan.predicted is not None

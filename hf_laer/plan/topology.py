@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class Topology:
         inter_latency: Seconds per exchange between nodes.
         gemm_tokens: Ascending group sizes at which the efficiency was measured.
         gemm_efficiency: The fraction of ``flops`` reached at each, in (0, 1].
+        copy_bandwidth: Bytes/s read and written where one rank moves values about in its memory; 0 leaves the time of
+            that out of predictions.
 
     Raises:
         ValueError: A figure is not positive, or the curve is not one.
@@ -49,6 +52,7 @@ class Topology:
     inter_latency: float = 50e-6
     gemm_tokens: tuple[int, ...] = GEMM_TOKENS
     gemm_efficiency: tuple[float, ...] = GEMM_EFFICIENCY
+    copy_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "ranks_per_node"):
@@ -57,8 +61,9 @@ class Topology:
         for name in ("num_ranks", "ranks_per_node", "flops", "intra_bandwidth", "inter_bandwidth"):
             if not _number(name, getattr(self, name)) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        if min(_number(name, getattr(self, name)) for name in ("intra_latency", "inter_latency")) < 0:
-            raise ValueError(f"latencies {self.intra_latency}, {self.inter_latency} must not be negative")
+        for name in ("intra_latency", "inter_latency", "copy_bandwidth"):
+            if _number(name, getattr(self, name)) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         tokens = [_number("gemm_tokens", value) for value in self.gemm_tokens]
         reached = [_number("gemm_efficiency", value) for value in self.gemm_efficiency]
         if len(tokens) != len(reached) or not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
@@ -75,8 +80,17 @@ class Topology:
     def nodes(self) -> int:
         return -(-self.num_ranks // self.width)
 
+    @property
+    def latency(self) -> float:
+        """Seconds that an exchange takes at least."""
+        return self.inter_latency if self.nodes > 1 else self.intra_latency
+
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """The efficiency curve as int64 and float64 arrays."""
+        return self._curve
+
+    @cached_property
+    def _curve(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array(self.gemm_tokens, np.int64), np.array(self.gemm_efficiency, np.float64)
 
 

@@ -44,14 +44,15 @@ class Traffic:
 
 def traffic(loads: np.ndarray, split: Split, width: int, top_k: int) -> Traffic:
     """The rows that ``split`` sends for ``loads`` int64 ``[N, E]`` on nodes of ``width`` ranks."""
-    rows, foreign = _rows(loads, split.first, split.rank, split.end, width, top_k)
+    rows, foreign = rows_of(loads, split.first, split.rank, split.end, width, top_k)
     return Traffic(rows[0], rows[1], rows[2], rows[3], rows[4], int(foreign))
 
 
 @kernel
-def _rows(
+def rows_of(
     loads: np.ndarray, first: np.ndarray, rank: np.ndarray, end: np.ndarray, width: int, top_k: int
 ) -> tuple[np.ndarray, int]:
+    """Rows ``[5, N]`` in the order of :class:`Traffic`, and the assignments that leave their node."""
     ranks, experts = loads.shape
     rows = np.zeros((5, ranks), np.float64)
     at = first[:-1].copy()

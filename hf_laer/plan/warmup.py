@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from .cost import CostModel, predict
+from .fixed import fsdp
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .owners import chunk_owners
 from .spill import fsep_llep
 from .split import fsep
+from .topology import Topology
 
 
 def compile_kernels() -> None:
@@ -20,3 +23,4 @@ def compile_kernels() -> None:
     fsep(loads, initial_placement(3, 2, 2))
     fsep_llep(loads, initial_placement(3, 2, 2), ranks_per_node=1, min_tokens_per_gemm=1)
     fsep_placement(loads.sum(0), 2, 2)
+    predict(fsdp(loads), loads, CostModel(Topology(2, 2), 1, 1, 1), home="sharded")

@@ -28,6 +28,7 @@ class LayerRecord:
         moved: Replicas that sit on a rank which did not hold the expert in the layer's previous placement.
         plan_seconds: Host time of the plan on this rank.
         forecast: The forecast that the layer's next layout is made by, where it is re-laid out.
+        strategy: How the layer runs.
     """
 
     layer: str
@@ -39,6 +40,7 @@ class LayerRecord:
     moved: int
     plan_seconds: float
     forecast: str = ""
+    strategy: str = ""
 
 
 class Recorder:

@@ -195,4 +195,5 @@ def _tail_in_root(model: nn.Module) -> Iterator[None]:
 
 def _say(engine: Engine) -> None:
     if dist.get_rank() == 0:
-        logger.info("%d MoE layers run as %s on %s", len(engine.layers), engine.config.strategy, engine.mesh)
+        strategies = " and ".join(sorted({layer.config.strategy for layer in engine.layers.values()}))
+        logger.info("%d MoE layers run as %s on %s", len(engine.layers), strategies, engine.mesh)

@@ -11,6 +11,7 @@ from torch import nn
 from hf_laer.compute.gate import Gate, recognize
 from hf_laer.compute.spec import ExpertsSpec
 
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
 ADAPTED = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -61,7 +62,15 @@ def spec_of(name: str, module: nn.Module) -> ExpertsSpec:
         up_bias=biases[0],
         down_bias=biases[1],
         gate=_gate(module),
+        top_k=_top_k(module),
     )
+
+
+def _top_k(module: nn.Module) -> int | None:
+    """Experts per token, as the model's configuration has it."""
+    config = getattr(module, "config", None)
+    found = [getattr(config, name, None) for name in _TOP_K]
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
 def _gate(module: nn.Module) -> Gate:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin
 
+from hf_laer.comm.groups import ranks_of_node
 from hf_laer.config import LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers.checkpointing import tape_model, untape_model
@@ -57,7 +55,7 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
                 f"{name} is sharded already: call patch_model before accelerator.prepare (or fully_shard), not after"
             )
     specs = {name: spec_of(name, module) for name, module in modules.items()}
-    engine = Engine(config, _ranks_per_node(config))
+    engine = Engine(config, config.ranks_per_node or ranks_of_node())
     register()
     watch_wrappers()
     tape_model(model)
@@ -144,13 +142,3 @@ def _shard_now(model: nn.Module, engine: Engine, mesh: DeviceMesh) -> None:
         if isinstance(part, GenerationMixin):
             # As fully_shard does: generate() then lets no rank stop before the others do.
             part.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
-
-
-def _ranks_per_node(config: LaerConfig) -> int:
-    if config.ranks_per_node is not None:
-        return config.ranks_per_node
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -86,7 +86,7 @@ class TraceRecording:
             "nodes": -(-self._ranks // width),
             "replicas": self._engine.comms.replicas.size,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "strategy": config.strategy,
+            "strategy": ", ".join(sorted({layer.config.strategy for layer in self._engine.layers.values()})),
             "group_size": config.group_size,
         }
         return told if config.slots_per_rank is None else {**told, "slots": config.slots_per_rank}

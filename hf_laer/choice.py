@@ -1,0 +1,395 @@
+"""Which strategy suits a layer: each one's plans for likely loads, and what they are predicted to cost.
+
+Everything is a pure function of whole numbers and of a profile's figures, in a fixed order, so ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hf_laer.config import AUTO, STRATEGIES, LaerConfig
+from hf_laer.plan import (
+    CostModel,
+    Placement,
+    Plan,
+    Prediction,
+    Topology,
+    chunk_owners,
+    ep,
+    fsdp,
+    fsep,
+    fsep_llep,
+    fsep_placement,
+    join_groups,
+    llep,
+    no_worse_than_ep,
+    predict,
+    stack_groups,
+)
+from hf_laer.profile import Profile
+
+logger = logging.getLogger(__name__)
+
+# Where predictions are as good as equal, the earlier one: it corrects what the loads turn out to be, for the least
+# weights on their way.
+PREFERENCE = ("llep", "fsep+llep", "fsep", "fsdp", "ep")
+ALIKE = 1.02
+# Tokens per rank and micro-batch where nothing is known of them.
+USUAL_TOKENS = 8192
+# K, where a model does not say it.
+USUAL_TOP_K = 2
+# Of a device's memory, what the homes and one layer under way may take; the rest of the model needs some too.
+ROOM = 0.8
+# Bytes per expert parameter at rest: fp32 weight, gradient and AdamW's two moments.
+HOME_BYTES = 16
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One MoE layer.
+
+    Args:
+        experts: E.
+        hidden: H.
+        intermediate: I.
+        top_k: K.
+        gated: Three matrices per expert instead of two.
+        value_bytes: Bytes of a value in compute dtype.
+
+    Raises:
+        ValueError: A size is below 1, or K above E.
+    """
+
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    gated: bool = True
+    value_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "hidden", "intermediate", "top_k", "value_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k} is more than the {self.experts} experts")
+
+    def cost(self, machine: Topology, tokens: int, max_rows: int | None = None) -> CostModel:
+        """The layer's cost model on a machine; ``tokens`` per rank say how long attention covers what travels."""
+        kinds: dict[str, Any] = {"gated": self.gated, "value_bytes": self.value_bytes, "max_rows_per_rank": max_rows}
+        other = attention_seconds(machine, self.hidden, tokens)
+        return CostModel(machine, self.hidden, self.intermediate, self.top_k, other_seconds=other, **kinds)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Loads to choose by.
+
+    Args:
+        name: For tables.
+        now: int64 ``[N, E]``, what the plans serve.
+        expected: int64 ``[N, E]``, what was forecast.
+    """
+
+    name: str
+    now: np.ndarray
+    expected: np.ndarray
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One strategy, predicted for one layer: means over the loads that were asked about, memory of the worst.
+
+    Args:
+        strategy: One of ``STRATEGIES``.
+        config: The settings that it was predicted with.
+        seconds: Forward and backward, not less than the host needs.
+        compute: Products and the copies around them, seconds.
+        tokens: Their exchanges.
+        weights: Weights and gradients on their way that nothing hides.
+        hidden: Those that compute hides.
+        peak_bytes: Unsharded weights, gradients, rows and activations of the layer on the fullest rank.
+        fits: Whether that, with the homes, stays within the device's memory, as far as it is known.
+    """
+
+    strategy: str
+    config: LaerConfig
+    seconds: float
+    compute: float
+    tokens: float
+    weights: float
+    hidden: float
+    peak_bytes: float
+    fits: bool = True
+
+
+def usual_loads(sizes: LayerSizes, ranks: int, tokens: int) -> list[Loads]:
+    """What routers of a model in training send: even loads, and skewed ones of which a quarter was not foreseen."""
+    total = tokens * sizes.top_k
+    even = _spread(total, np.ones(sizes.experts, np.int64))
+    falling = (1 << 20) // (np.arange(sizes.experts, dtype=np.int64) + 2 + sizes.experts // 8)
+    # Neighbours in popularity live apart, as they do in a trained model.
+    scattered = falling[_stride(sizes.experts)]
+    changed = 3 * scattered + scattered[::-1]
+    now, before = (_rolled(_spread(total, weights), ranks) for weights in (changed, scattered))
+    return [Loads("even", (both := _rolled(even, ranks)), both), Loads("skewed", now, before)]
+
+
+def hot_loads(sizes: LayerSizes, ranks: int, tokens: int, share: int, hot: int, of: int = 100) -> Loads:
+    """``share`` in ``of`` of all choices go to the first ``hot`` experts, evenly; the rest to the others."""
+    total = tokens * sizes.top_k
+    counts = np.zeros(sizes.experts, np.int64)
+    many = total * share // of if hot < sizes.experts else total
+    counts[:hot] = _spread(many, np.ones(hot, np.int64))
+    if hot < sizes.experts:
+        counts[hot:] = _spread(total - many, np.ones(sizes.experts - hot, np.int64))
+    now = np.tile(counts, (ranks, 1))
+    return Loads(f"{share}/{of}:{hot}", now, now)
+
+
+def alternatives(
+    sizes: LayerSizes,
+    profile: Profile,
+    ranks: int,
+    ranks_per_node: int,
+    config: LaerConfig,
+    *,
+    tokens: int | None = None,
+    loads: Sequence[Loads] = (),
+    layers: int = 1,
+    strategies: Sequence[str] = STRATEGIES,
+    alone: bool = False,
+) -> list[Alternative]:
+    """Every strategy's prediction, in the order of ``strategies``.
+
+    Args:
+        sizes: The layer.
+        profile: The machine.
+        ranks: N, that shard the experts.
+        ranks_per_node: Ranks that share a node.
+        config: Settings that all have in common.
+        tokens: Tokens per rank and micro-batch; ``None`` means ``config.tokens_per_rank``, or 8192.
+        loads: What to predict for; none means :func:`usual_loads`.
+        layers: MoE layers of the model, whose homes fill memory.
+        strategies: Those to try.
+        alone: Nothing but this layer runs, as in ``hf-laer bench layer``: no weights travel ahead.
+    """
+    tokens = tokens or config.tokens_per_rank or USUAL_TOKENS
+    loads = list(loads) or usual_loads(sizes, ranks, tokens)
+    cost = sizes.cost(profile.of_ranks(ranks, ranks_per_node), tokens, config.max_rows_per_rank)
+    made = []
+    for strategy in strategies:
+        own = replace(config, strategy=strategy)
+        found = [_predicted(own, one, cost) for one in loads]
+        made.append(_alternative(own, found, sizes, profile, ranks, layers, alone))
+    return made
+
+
+def settled(config: LaerConfig) -> LaerConfig:
+    """The settings of a layer that is not sharded: one rank runs it, and ``auto`` is as good as ``ep``."""
+    return replace(config, strategy="ep") if config.strategy == AUTO else config
+
+
+def choose(
+    config: LaerConfig,
+    layers: Mapping[str, LayerSizes],
+    profile: Profile,
+    ranks: int,
+    ranks_per_node: int,
+    expected_tokens: int | None = None,
+    log: bool = True,
+) -> dict[str, LaerConfig]:
+    """Each layer's settings with a strategy in place of ``auto``; layers of one size get the same.
+
+    Args:
+        config: As the user gave it.
+        layers: The model's MoE layers.
+        profile: The machine.
+        ranks: N, that shard the experts.
+        ranks_per_node: Ranks that share a node.
+        expected_tokens: Tokens per rank and micro-batch, where the config does not say.
+        log: Say what was chosen, and why.
+    """
+    tokens = config.tokens_per_rank or expected_tokens
+    chosen: dict[LayerSizes, Alternative] = {}
+    for sizes in layers.values():
+        if sizes not in chosen:
+            found = alternatives(sizes, profile, ranks, ranks_per_node, config, tokens=tokens, layers=len(layers))
+            chosen[sizes] = best(found, ranks)
+            if log:
+                _log(sizes, list(layers.values()).count(sizes), found, chosen[sizes], profile)
+    return {name: chosen[sizes].config for name, sizes in layers.items()}
+
+
+def _log(sizes: LayerSizes, count: int, found: list[Alternative], chosen: Alternative, profile: Profile) -> None:
+    others = ", ".join(
+        f"{one.strategy} {1e3 * one.seconds:.2f}{'' if one.fits else ' (too large)'}"
+        for one in found
+        if one.strategy != chosen.strategy
+    )
+    logger.info(
+        "auto: %d MoE layers of %d experts (%d x %d, top-%d) run as %s, predicted to take %.2f ms each and micro-batch "
+        "(compute %.2f, tokens %.2f, weights %.2f; others: %s), by %s figures of %s",
+        *(count, sizes.experts, sizes.hidden, sizes.intermediate, sizes.top_k, chosen.strategy),
+        *(1e3 * value for value in (chosen.seconds, chosen.compute, chosen.tokens, chosen.weights)),
+        *(others, "the shipped" if profile.assumed and "flops" in profile.assumed else "measured", profile.device),
+    )
+
+
+def best(found: Sequence[Alternative], ranks: int) -> Alternative:
+    """The fastest that fits into memory; of those as good as equal, the first in ``PREFERENCE``.
+
+    On one rank nothing can be balanced, and ``ep`` does the least.
+    """
+    if ranks == 1:
+        return next((one for one in found if one.strategy == "ep"), found[0])
+    able = [one for one in found if one.fits] or [min(found, key=lambda one: one.peak_bytes)]
+    least = min(one.seconds for one in able)
+    close = [one for one in able if one.seconds <= least * ALIKE]
+    return min(close, key=lambda one: PREFERENCE.index(one.strategy))
+
+
+def tuned(config: LaerConfig, predicted: Callable[[LaerConfig], Alternative], slots: Sequence[int]) -> LaerConfig:
+    """Slots, alpha and m with the least predicted time, one after the other; a setting is left where nothing is won.
+
+    Args:
+        config: The strategy and where to start.
+        predicted: Asked for each candidate.
+        slots: Slots per rank to try; each is room enough.
+    """
+    tried: dict[str, Sequence[Any]] = {}
+    if config.strategy in ("llep", "fsep+llep"):
+        tried = {"min_tokens_per_gemm": (1024, 256, 512, 2048, 4096, 8192), "capacity_factor": (1.0, 1.1, 1.25)}
+    if config.strategy in ("fsep", "fsep+llep"):
+        tried = {"slots_per_rank": slots, **tried}
+    for name, values in tried.items():
+        options = [config, *(replace(config, **{name: value}) for value in values)]
+        seconds = [predicted(option).seconds for option in options]
+        at = int(np.argmin(seconds))
+        config = options[at] if seconds[at] < seconds[0] / ALIKE else config
+    return config
+
+
+def threshold(
+    sizes: LayerSizes, profile: Profile, ranks: int, ranks_per_node: int, config: LaerConfig, tokens: int
+) -> float | None:
+    """LLEP's lambda in figures: the least max/mean over ranks from which on spilling is predicted to pay.
+
+    One rank's experts take more and more of the tokens, evenly; ``None`` where not even thrice the mean pays.
+    """
+    share = -(-sizes.experts // ranks)
+    spilling = replace(config, strategy="llep", imbalance_threshold=None)
+    cost = sizes.cost(profile.of_ranks(ranks, ranks_per_node), tokens, config.max_rows_per_rank)
+    for percent in range(105, min(300, 100 * ranks) + 1, 5):
+        loads = hot_loads(sizes, ranks, tokens, percent, share, of=100 * ranks)
+        plan, _, _ = _planned(spilling, loads.now, loads.expected, cost)
+        if plan.spilled:
+            return percent / 100
+    return None
+
+
+def attention_seconds(machine: Topology, hidden: int, tokens: float) -> float:
+    """Forward time of plain attention on one rank: four H x H projections, and one sequence's products."""
+    flops = 8.0 * hidden * hidden * tokens + 2.0 * hidden * tokens * tokens
+    return flops / (machine.flops * max(machine.gemm_efficiency))
+
+
+def _predicted(config: LaerConfig, loads: Loads, cost: CostModel) -> Prediction:
+    """What one micro-batch is predicted to cost."""
+    now = loads.now
+    ranks, size = len(now), 1 if config.strategy == "fsdp" else config.group_size or len(now)
+    if config.strategy == "fsdp":
+        plan, home, foreseen = fsdp(now), "sharded", None
+    elif size < ranks:
+        machine = replace(cost.topology, num_ranks=size, ranks_per_node=min(cost.topology.width, size))
+        one = partial(_planned, config, cost=replace(cost, topology=machine))
+        parts = [slice(at, at + size) for at in range(0, ranks, size)]
+        done = [one(now[part], loads.expected[part]) for part in parts]
+        plan, home = join_groups([each[0] for each in done], now), "sharded"
+        known = [each[2] for each in done]
+        foreseen = stack_groups([each for each in known if each is not None]) if None not in known else None
+    else:
+        plan, home, foreseen = _planned(config, now, loads.expected, cost)
+    owners = chunk_owners(now.shape[1], ranks)
+    found = predict(plan, now, cost, home=home, owners=owners, foreseen=foreseen).predicted
+    assert found is not None
+    return found
+
+
+def _planned(
+    config: LaerConfig, now: np.ndarray, expected: np.ndarray, cost: CostModel
+) -> tuple[Plan, str, Placement | None]:
+    """A plan, where weights live, and the slots that were known ahead, as the engine would have them."""
+    ranks, experts = now.shape
+    owners, width = chunk_owners(experts, ranks), cost.topology.width
+    if config.strategy == "ep":
+        return ep(now, owners), "whole", None
+    spill: dict[str, Any] = {
+        "capacity_factor": config.capacity_factor,
+        "min_tokens_per_gemm": config.min_tokens_per_gemm,
+    }
+    if config.strategy == "llep":
+        limit = config.imbalance_threshold
+        plan = llep(now, owners, imbalance_threshold=limit or 1.0, ranks_per_node=width, **spill)
+        return plan if limit else no_worse_than_ep(plan, now, owners, cost, home="whole"), "whole", None
+    slots = config.slots_for(experts, ranks)
+    placement = fsep_placement(expected.sum(axis=0), ranks, slots, width)
+    if config.strategy == "fsep":
+        return fsep(now, placement, width), "sharded", placement
+    asked = None if config.imbalance_threshold else cost
+    return fsep_llep(now, placement, width, cost=asked, **spill), "sharded", placement
+
+
+def _alternative(
+    config: LaerConfig,
+    found: list[Prediction],
+    sizes: LayerSizes,
+    profile: Profile,
+    ranks: int,
+    layers: int,
+    alone: bool,
+) -> Alternative:
+    host = profile.host(config.strategy)
+    ahead = config.prefetch and not alone
+    parts = [
+        (one.compute_seconds, one.exchange_seconds, one.weights_exposed_seconds, one.weights_hidden_seconds)
+        if ahead
+        else (
+            one.compute_seconds,
+            one.exchange_seconds,
+            one.weights_exposed_seconds + one.weights_hidden_seconds,
+            0.0,
+        )
+        for one in found
+    ]
+    compute, tokens, weights, hidden = (sum(values) / len(found) for values in zip(*parts, strict=True))
+    seconds = sum(max(host, sum(part[:3])) for part in parts) / len(found)
+    peak = max(float(one.peak_bytes.max()) for one in found)
+    values = (3 if sizes.gated else 2) * sizes.hidden * sizes.intermediate * sizes.experts
+    home = HOME_BYTES * values / ranks * layers
+    fits = profile.memory_bytes == 0 or home + peak <= ROOM * profile.memory_bytes
+    return Alternative(config.strategy, config, seconds, compute, tokens, weights, hidden, peak, fits)
+
+
+def _spread(total: int, weights: np.ndarray) -> np.ndarray:
+    """``total`` in whole parts in proportion to ``weights``; what is left over goes to the first ones."""
+    parts = total * weights // int(weights.sum())
+    parts[: total - int(parts.sum())] += 1
+    return parts
+
+
+def _rolled(counts: np.ndarray, ranks: int) -> np.ndarray:
+    """The same counts on every rank."""
+    return np.tile(counts, (ranks, 1))
+
+
+def _stride(size: int) -> np.ndarray:
+    """A permutation that puts neighbours apart."""
+    step = next(step for step in range(max(1, size * 5 // 8), 2 * size + 2) if np.gcd(step, size) == 1)
+    return np.arange(size, dtype=np.int64) * step % size

@@ -1,0 +1,84 @@
+"""What rank processes run for ``auto``, and for layers that run differently in one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from hf_laer import LaerConfig, patch_model
+from hf_laer.choice import choose
+from hf_laer.cli.main import main
+from hf_laer.integrations.transformers import get_engine
+from tests.engine import cases
+from tests.models import tiny_model
+
+
+def tune(arguments: list[str]) -> int:
+    """The command on every rank of a pool."""
+    return main(["tune", *arguments])
+
+
+def auto(family: str, **config: Any) -> list[str]:
+    """``auto`` equals the unpatched model.
+
+    Returns:
+        Each layer's strategy.
+    """
+    cases.equal_to_unpatched(family, {"strategy": "auto", **config})
+    model = cases.patched(tiny_model(family), strategy="auto", **config)
+    engine = get_engine(model)
+    assert engine is not None
+    return [layer.config.strategy for layer in engine.layers.values()]
+
+
+def mixed(strategies: list[str], layers: int, checkpointing: bool = False, **config: Any) -> dict[str, Any]:
+    """A model whose layers take ``strategies`` in turn equals the unpatched one.
+
+    Returns:
+        What moved.
+    """
+    settings = {"strategy": "auto", "history": 1, **config}
+    slots = -(-7 // (config.get("group_size") or dist.get_world_size()))
+    with mock.patch("hf_laer.engine.choose", _in_turn(strategies)):
+        return cases.equal_to_unpatched(
+            "qwen3_moe",
+            {**settings, "slots_per_rank": slots},
+            prepare=(lambda model: model.gradient_checkpointing_enable()) if checkpointing else None,
+            changes={"num_hidden_layers": layers},
+            steps=4,
+        )
+
+
+def _in_turn(strategies: list[str]) -> Any:
+    def chosen(config: LaerConfig, layers: Any, *arguments: Any, **keywords: Any) -> dict[str, LaerConfig]:
+        settled = choose(config, layers, *arguments, **keywords)
+        turns = zip(settled, itertools.cycle(strategies), strict=False)
+        return {name: dataclasses.replace(config, strategy=strategy) for name, strategy in turns}
+
+    return chosen
+
+
+def profiles(paths: list[str]) -> str:
+    """Each rank reads its own profile."""
+    config = LaerConfig(strategy="llep", profile=paths[dist.get_rank() % len(paths)])
+    # The same path on all ranks, as on nodes with disks of their own.
+    model = tiny_model("mixtral")
+    patch_model(model, config)
+    engine = get_engine(model)
+    assert engine is not None
+    engine.config = dataclasses.replace(config, profile="/profile.json")
+    try:
+        engine.attach(engine.detach(), cases.world_mesh())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def weighed(path: str | None) -> dict[str, int]:
+    """``llep`` without a threshold: what is spilled under a profile, still equal to the unpatched model."""
+    config = {"strategy": "llep", "profile": path, "imbalance_threshold": None, "min_tokens_per_gemm": 1}
+    return cases.equal_to_unpatched("qwen3_moe", config, steps=2)

@@ -1,0 +1,195 @@
+"""Which strategy suits a layer: deterministic, and what common sense says at the ends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_laer import LaerConfig
+from hf_laer.choice import (
+    Alternative,
+    LayerSizes,
+    alternatives,
+    best,
+    choose,
+    hot_loads,
+    settled,
+    threshold,
+    tuned,
+    usual_loads,
+)
+from hf_laer.config import STRATEGIES
+from hf_laer.plan import chunk_owners, ep, llep, predict
+from hf_laer.profile import shipped_profile
+from hf_laer.strategy import make_plan
+
+H200 = shipped_profile("NVIDIA H200")
+Q128 = LayerSizes(experts=128, hidden=2048, intermediate=768, top_k=8)
+G128 = LayerSizes(experts=128, hidden=2880, intermediate=2880, top_k=4)
+AUTO = LaerConfig(strategy="auto")
+
+sizes = st.builds(
+    LayerSizes,
+    experts=st.integers(2, 33),
+    hidden=st.sampled_from([64, 2048]),
+    intermediate=st.sampled_from([96, 1408]),
+    top_k=st.integers(1, 2),
+    gated=st.booleans(),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(layer=sizes, world=st.sampled_from([(1, 1), (2, 1), (3, 3), (8, 4)]), tokens=st.integers(1, 20_000))
+def test_alternatives(layer: LayerSizes, world: tuple[int, int], tokens: int) -> None:
+    found = alternatives(layer, H200, *world, AUTO, tokens=tokens)
+    assert [one.strategy for one in found] == list(STRATEGIES)
+    assert found == alternatives(layer, H200, *world, AUTO, tokens=tokens)
+    for one in found:
+        assert one.seconds >= H200.host(one.strategy)
+        assert min(one.compute, one.tokens, one.weights, one.hidden, one.peak_bytes) >= 0
+    by_name = {one.strategy: one for one in found}
+    assert by_name["llep"].compute + by_name["llep"].tokens + by_name["llep"].weights <= (
+        by_name["ep"].compute + by_name["ep"].tokens + by_name["ep"].weights + 1e-12
+    )
+    chosen = best(found, world[0])
+    assert chosen.seconds <= 1.02 * min(one.seconds for one in found)
+    if world[0] == 1:
+        assert chosen.strategy == "ep"
+        assert chosen.weights == chosen.tokens == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_loads_are_whole(ranks: int) -> None:
+    for loads in usual_loads(Q128, ranks, 77):
+        assert loads.now.shape == loads.expected.shape == (ranks, 128)
+        assert (loads.now.sum(1) == 77 * 8).all()
+        assert loads.now.dtype == np.int64
+    even, skewed = usual_loads(Q128, ranks, 8192)
+    assert even.now.max() == even.now.min() == 512
+    assert skewed.now.max() > 2 * skewed.now.mean()
+    assert (skewed.now != skewed.expected).any()
+    hot = hot_loads(Q128, ranks, 100, 80, 4)
+    assert hot.now[:, :4].sum() == 0.8 * hot.now.sum()
+
+
+def test_small_and_balanced_batches_take_the_plain_path() -> None:
+    even = usual_loads(G128, 8, 64)[0]
+    (one,) = alternatives(G128, H200, 8, 8, AUTO, tokens=64, loads=[even], strategies=["llep"])
+    assert one.weights == one.hidden == 0
+    hot = hot_loads(G128, 8, 64, 60, 16)
+    (one,) = alternatives(G128, H200, 8, 8, AUTO, tokens=64, loads=[hot], strategies=["llep"])
+    assert one.weights == one.hidden == 0
+
+
+@pytest.mark.parametrize("layer", [Q128, G128])
+def test_large_and_imbalanced_batches_spill(layer: LayerSizes) -> None:
+    hot = hot_loads(layer, 8, 32768, 80, 16)
+    found = alternatives(layer, H200, 8, 8, AUTO, tokens=32768, loads=[hot])
+    assert best(found, 8).strategy in ("llep", "fsep", "fsep+llep")
+    by_name = {one.strategy: one.seconds for one in found}
+    assert by_name["llep"] < 0.6 * by_name["ep"]
+
+
+def test_fsdp_is_among_the_choices() -> None:
+    """One small expert per rank and slow links for tokens' many rows: weights are the lighter load."""
+    small = LayerSizes(experts=2, hidden=4096, intermediate=64, top_k=2)
+    assert best(alternatives(small, H200, 2, 2, AUTO, tokens=65536), 2).strategy == "fsdp"
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    small = LayerSizes(experts=2, hidden=4096, intermediate=64, top_k=2)
+    found = alternatives(small, H200, 2, 2, AUTO, tokens=65536)
+    barred = [dataclasses.replace(one, fits=one.strategy != "fsdp") for one in found]
+    assert best(barred, 2).strategy != "fsdp"
+    none = [dataclasses.replace(one, fits=False) for one in found]
+    assert best(none, 2).peak_bytes == min(one.peak_bytes for one in found)
+    tight = dataclasses.replace(H200, memory_bytes=2**30)
+    assert not any(one.fits for one in alternatives(G128, tight, 8, 8, AUTO, tokens=8192))
+    assert all(one.fits for one in alternatives(G128, H200, 8, 8, AUTO, tokens=8192))
+
+
+def test_layers_of_different_sizes_are_chosen_for_apart() -> None:
+    small = LayerSizes(experts=2, hidden=4096, intermediate=64, top_k=2)
+    config = LaerConfig(strategy="auto", tokens_per_rank=65536, history=3)
+    chosen = choose(config, {"a": small, "b": G128, "c": small}, H200, 2, 2)
+    assert chosen["a"] == chosen["c"] == dataclasses.replace(config, strategy="fsdp")
+    assert chosen["b"].strategy == "llep"
+    assert choose(config, {"a": small}, H200, 1, 1)["a"].strategy == settled(config).strategy == "ep"
+
+
+def test_groups_stay_apart() -> None:
+    config = LaerConfig(strategy="auto", group_size=2)
+    for one in alternatives(Q128, H200, 4, 2, config, tokens=512):
+        whole = alternatives(Q128, H200, 4, 2, AUTO, tokens=512, strategies=[one.strategy])[0]
+        if one.strategy == "fsdp":
+            assert one.tokens == whole.tokens == 0
+        else:
+            assert 0 < one.tokens < whole.tokens
+            assert one.weights + one.hidden > 0  # every group holds every expert, of which it owns half
+
+
+def test_the_threshold_in_figures() -> None:
+    large = threshold(G128, H200, 8, 8, AUTO, 32768)
+    small = threshold(G128, H200, 8, 8, AUTO, 2048)
+    assert large is not None
+    assert 1.0 < large < 1.5
+    assert small is None or small > large
+    assert threshold(G128, H200, 8, 8, AUTO, 16) is None
+
+
+def test_settings_are_tuned_where_something_is_won() -> None:
+    def predicted(config: LaerConfig) -> Alternative:
+        seconds = 10 - (config.slots_per_rank or 0) + abs(config.min_tokens_per_gemm - 512) / 1024
+        return Alternative(config.strategy, config, seconds, 0, 0, 0, 0, 0)
+
+    got = tuned(LaerConfig(strategy="fsep+llep"), predicted, (2, 3))
+    assert (got.slots_per_rank, got.min_tokens_per_gemm, got.capacity_factor) == (3, 512, 1.0)
+    assert tuned(LaerConfig(strategy="ep"), predicted, (2, 3)) == LaerConfig(strategy="ep")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_what_is_spilled_is_predicted_to_pay(data: st.DataObject) -> None:
+    ranks, layer = data.draw(st.sampled_from([2, 3, 8])), data.draw(st.sampled_from([Q128, G128]))
+    scale = data.draw(st.sampled_from([1, 30, 3000]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    loads = rng.integers(0, scale + 1, (ranks, 9)) * rng.integers(0, 6, 9)
+    cost, owners = layer.cost(H200.of_ranks(ranks, ranks), 0), chunk_owners(9, ranks)
+    config = LaerConfig(strategy="llep", min_tokens_per_gemm=data.draw(st.sampled_from([1, 256])))
+    got = make_plan(config, loads, None, ranks, cost)
+    assert got.digest() == make_plan(config, loads.copy(), None, ranks, cost).digest()
+    spilling = llep(loads, owners, min_tokens_per_gemm=config.min_tokens_per_gemm, imbalance_threshold=1.0)
+    plain, spilling = (
+        predict(plan, loads, cost, home="whole", owners=owners) for plan in (ep(loads, owners), spilling)
+    )
+    assert plain.predicted is not None
+    assert spilling.predicted is not None
+    cheaper = spilling if spilling.predicted.seconds <= plain.predicted.seconds else plain
+    assert got.digest() == cheaper.digest()
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep+llep"])
+def test_a_threshold_that_is_given_keeps_its_published_meaning(strategy: str) -> None:
+    """Spilling is on above it, whatever is predicted; and without figures of a machine."""
+    loads = np.full((4, 8), 3)
+    loads[:, 0] = 12
+    cost = G128.cost(H200.of_ranks(4, 4), 0)
+    placement = None
+    if strategy == "fsep+llep":
+        from hf_laer.plan import initial_placement
+
+        placement = initial_placement(8, 4, 2)
+        loads = np.zeros((4, 8), np.int64)
+        loads[:, :2] = 40
+    config = LaerConfig(strategy=strategy, min_tokens_per_gemm=1)
+    given = dataclasses.replace(config, imbalance_threshold=1.2)
+    assert make_plan(config, loads, placement, 4, cost).spilled == 0
+    assert make_plan(given, loads, placement, 4, cost).spilled > 0
+    assert make_plan(config, loads, placement, 4).spilled > 0
+    if strategy == "llep":
+        high = dataclasses.replace(config, imbalance_threshold=3.0)
+        assert make_plan(high, loads, placement, 4, cost).spilled == 0
