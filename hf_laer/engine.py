@@ -146,13 +146,13 @@ class Engine:
         try:
             everyone = self._checked_alike()
             self.profile = self.profile or shipped_profile(str(everyone[0]["device"]))
+            _compile_planners(mesh, self.ranks_per_node)
             self._choose(mesh.size(mesh.ndim - 1), self.compute_dtype or compute_dtype)
             groups = self._checked_groups(mesh)
             self.comms = communicators(mesh, len(groups[0]), self.watch, self.config.check_collectives)
         except ValueError:
             self.restore(detached)
             raise
-        _compile_planners(mesh, self.ranks_per_node)
         self._groups, self.mesh = groups, mesh
         self.compute_dtype = self.compute_dtype or compute_dtype
         self.reduce_dtype = self.reduce_dtype or reduce_dtype

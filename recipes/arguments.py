@@ -26,11 +26,15 @@ class LaerArguments:
 
     strategy: str = field(
         default="llep",
-        metadata={"help": "ep, llep, fsep, fsep+llep or fsdp; none trains the unpatched model, to compare."},
+        metadata={"help": "ep, llep, fsep, fsep+llep, fsdp or auto; none trains the unpatched model, to compare."},
     )
+    profile: str | None = field(default=None, metadata={"help": "File of hf-laer tune."})
+    tokens_per_rank: int | None = field(default=None, metadata={"help": "That auto chooses for."})
     capacity_factor: float | None = field(default=None, metadata={"help": "LLEP's alpha, at least 1."})
     min_tokens_per_gemm: int | None = field(default=None, metadata={"help": "LLEP's m, at least 1."})
-    imbalance_threshold: float | None = field(default=None, metadata={"help": "LLEP's lambda, at least 1."})
+    imbalance_threshold: float | None = field(
+        default=None, metadata={"help": "LLEP's lambda, at least 1; none: by predicted gain."}
+    )
     slots_per_rank: int | None = field(default=None, metadata={"help": "FSEP's room for unsharded experts."})
     relayout_interval: int | None = field(default=None, metadata={"help": "FSEP's micro-batches per layout."})
     history: int | None = field(default=None, metadata={"help": "FSEP's micro-batches to forecast from."})

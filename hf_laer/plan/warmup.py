@@ -17,10 +17,11 @@ from .topology import Topology
 def compile_kernels() -> None:
     """Compiles every kernel behind the engine's planners, or loads it from the cache."""
     loads = np.array([[9, 1, 0], [9, 1, 0]], np.int64)
-    llep(loads, chunk_owners(3, 2), min_tokens_per_gemm=1, imbalance_threshold=1.0)
+    cost = CostModel(Topology(2, 2), 1, 1, 1)
+    llep(loads, chunk_owners(3, 2), min_tokens_per_gemm=1, imbalance_threshold=1.0, cost=cost)
     fsep(loads, laer_placement(loads, 2, 2))
     fsep(loads, fsep_placement(loads, 2, 2), ranks_per_node=1)
     fsep(loads, initial_placement(3, 2, 2))
     fsep_llep(loads, initial_placement(3, 2, 2), ranks_per_node=1, min_tokens_per_gemm=1)
     fsep_placement(loads.sum(0), 2, 2)
-    predict(fsdp(loads), loads, CostModel(Topology(2, 2), 1, 1, 1), home="sharded")
+    predict(fsdp(loads), loads, cost, home="sharded")

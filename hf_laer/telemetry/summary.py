@@ -38,6 +38,7 @@ class LayerSummary:
         spilled: Share of routed tokens computed away from their expert's owner, 0 to 1.
         moved: Replicas placed on a rank that did not hold the expert just before.
         plan_ms: Median host time of a plan on this rank, milliseconds (the first plan of a process compiles).
+        strategy: How the layer ran, as its last micro-batch has it.
     """
 
     layer: str
@@ -52,6 +53,7 @@ class LayerSummary:
     spilled: float
     moved: int
     plan_ms: float
+    strategy: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, for JSON."""
@@ -92,6 +94,7 @@ def _summary(layer: str, records: list[LayerRecord]) -> LayerSummary:
         spilled=sum(record.spilled for record in records) / tokens if tokens else 0.0,
         moved=sum(record.moved for record in records),
         plan_ms=1e3 * float(np.median([record.plan_seconds for record in records])),
+        strategy=records[-1].strategy,
     )
 
 

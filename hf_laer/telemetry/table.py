@@ -23,11 +23,13 @@ def layer_table(summaries: Sequence[LayerSummary], *, title: str = "Expert load"
     """
     table = Table(title=title, caption=CAPTION)
     table.add_column("layer", no_wrap=True)
+    table.add_column("strategy", no_wrap=True)
     for name in ("experts", "owners", "best static", "planned", "spilled", "moved", "plan ms"):
         table.add_column(name, justify="right")
     for summary in summaries:
         table.add_row(
             short_name(summary.layer),
+            summary.strategy,
             f"{summary.expert_imbalance:.2f}",
             f"{summary.before_mean:.2f} ({summary.before_max:.2f})",
             f"{summary.static_mean:.2f}",
@@ -57,6 +59,7 @@ def _mean_row(summaries: Sequence[LayerSummary]) -> list[str]:
     spilled = sum(summary.spilled * summary.tokens for summary in summaries) / max(tokens, 1)
     return [
         "all",
+        "",
         f"{mean('expert_imbalance'):.2f}",
         f"{mean('before_mean'):.2f} ({max(summary.before_max for summary in summaries):.2f})",
         f"{mean('static_mean'):.2f}",
