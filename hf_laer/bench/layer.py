@@ -17,7 +17,7 @@ from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
 from hf_laer.bench.routing import routing
 from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.spec import ExpertsSpec
-from hf_laer.config import LaerConfig
+from hf_laer.config import AUTO, LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.profile import Profile
 
@@ -45,7 +45,7 @@ class Measured:
     """One contender under one routing.
 
     Args:
-        contender: A strategy or a rival.
+        contender: A strategy, what ``auto`` chose, or a rival.
         routing: The scenario.
         forward_ms: Median over iterations, of the slowest rank.
         step_ms: The same, forward and backward.
@@ -124,6 +124,8 @@ def measure(
     before, after = (0.0, 0.0)
     if record is not None:
         before, after = (float(x.max() * len(x) / x.sum()) for x in (record.loads_before, record.loads_after))
+    if contender == AUTO and engine is not None:
+        contender = f"auto: {engine.layers['experts'].config.strategy}"
     return Measured(contender, scenario, forward_ms, step_ms, peak, before, after)
 
 

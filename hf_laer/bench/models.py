@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_laer.config import STRATEGIES
+from hf_laer.config import AUTO, STRATEGIES
 
 FSDP2, NATIVE = "fsdp2", "native_ep"
-CONTENDERS = (*STRATEGIES, FSDP2, NATIVE)
+CONTENDERS = (*STRATEGIES, AUTO, FSDP2, NATIVE)
 _QWEN3: dict[str, Any] = {
     "family": "qwen3_moe",
     "vocab_size": 151936,

@@ -16,7 +16,8 @@ from hf_laer.bench.layer import LayerShape, Measured, measure
 from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
 from hf_laer.cli.layer_shape import add_shape_arguments, shape_of
 from hf_laer.cli.ranks import joined, write_figures
-from hf_laer.config import STRATEGIES
+from hf_laer.config import AUTO, STRATEGIES
+from hf_laer.profile import read_profile
 
 
 def _native(sizes: BenchWeights) -> Any:
@@ -27,13 +28,14 @@ def _native(sizes: BenchWeights) -> Any:
 
 
 ALL_RIVALS: Rivals = {"hf_a2a": _native, **RIVALS}
-CONTENDERS = (*STRATEGIES, *ALL_RIVALS)
+CONTENDERS = (*STRATEGIES, AUTO, *ALL_RIVALS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hf-laer bench layer``."""
     add_shape_arguments(parser)
     parser.add_argument("--contenders", default="ep,llep,fsep,fsdp_gather,gemm", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--profile", type=Path, help="of hf-laer tune; auto and spilling go by it")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -44,12 +46,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     unknown = [name for name in contenders if name not in CONTENDERS]
     if unknown:
         raise ValueError(f"--contenders {', '.join(unknown)} unknown; known: {', '.join(CONTENDERS)}")
+    profile = read_profile(args.profile) if args.profile else None
     with joined() as device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         rows: list[Measured] = []
         try:
             for scenario, contender in itertools.product(scenarios, contenders):
-                rows.append(measure(shape, contender, scenario, device, dtype, args.iterations, ALL_RIVALS))
+                kinds = device, dtype, args.iterations, ALL_RIVALS, profile
+                rows.append(measure(shape, contender, scenario, *kinds))
         finally:
             if dist.get_rank() == 0 and rows:
                 console.print(_table(shape, rows, device))

@@ -16,7 +16,7 @@ from hf_laer.cli.main import main
 from tests.models import assert_close
 
 SMALL = ["--experts", "6", "--hidden", "8", "--intermediate", "12", "--top-k", "2", "--tokens", "32"]
-WHO = ["--contenders", "ep,llep,fsep+llep,hf_a2a,fsdp_gather,gemm"]
+WHO = ["--contenders", "auto,llep,fsep+llep,hf_a2a,fsdp_gather,gemm"]
 
 
 def run_command(path: str) -> int:
