@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import CostModel, chunk_owners, ep, fsdp, fsep, fsep_llep, llep, no_worse_than_ep
+from hf_laer.plan import CostModel, chunk_owners, ep, fsdp, fsep, fsep_llep, llep
+from hf_laer.plan.guard import cheaper
 from hf_laer.plan.types import Placement, Plan
 
 SHARDED_DIM = {"ep": 0, "llep": 0, "fsep": 1, "fsep+llep": 1, "fsdp": 1}
@@ -80,5 +81,7 @@ def make_plan(
         imbalance_threshold=config.imbalance_threshold or 1.0,
         ranks_per_node=ranks_per_node,
     )
-    # Predicting takes longer than planning: only where there is something to refuse.
-    return plan if cost is None or not plan.spilled else no_worse_than_ep(plan, loads, owners, cost, home="whole")
+    # Predicting takes time too: only where there is something to refuse.
+    if cost is None or not plan.spilled:
+        return plan
+    return cheaper(plan, ep(loads, owners), loads, cost, home="whole", owners=owners)

@@ -167,7 +167,7 @@ def test_what_is_spilled_is_predicted_to_pay(data: st.DataObject) -> None:
     )
     assert plain.predicted is not None
     assert spilling.predicted is not None
-    cheaper = spilling if spilling.predicted.seconds <= plain.predicted.seconds else plain
+    cheaper = spilling if spilling.predicted.seconds < plain.predicted.seconds else plain
     assert got.digest() == cheaper.digest()
 
 

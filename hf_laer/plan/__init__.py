@@ -4,7 +4,7 @@ from .cost import CostModel, balanced_ideal, lower_bound, predict
 from .eplb import eplb, eplb_placement, lplb
 from .fixed import ep, fsdp, fsdp_ep
 from .groups import join_groups, stack_groups
-from .guard import no_worse_than_ep
+from .guard import cheaper, no_worse_than_ep
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .owners import chunk_owners
@@ -31,6 +31,7 @@ __all__ = [
     "Topology",
     "Traffic",
     "balanced_ideal",
+    "cheaper",
     "chunk_owners",
     "compile_kernels",
     "ep",

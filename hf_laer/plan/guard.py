@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cost import CostModel, predict
+from .cost import CostModel, predict, seconds_of
 from .fixed import ep
 from .types import Placement, Plan
 
@@ -41,3 +41,33 @@ def no_worse_than_ep(
     assert planned.predicted is not None
     assert plain.predicted is not None
     return planned if planned.predicted.seconds <= plain.predicted.seconds else plain
+
+
+def cheaper(
+    plan: Plan,
+    plain: Plan,
+    loads: np.ndarray,
+    cost: CostModel,
+    *,
+    home: str,
+    owners: np.ndarray | None = None,
+    foreseen: Placement | None = None,
+) -> Plan:
+    """``plan`` or, unless it is predicted to take less time, ``plain``. Neither gets its prediction.
+
+    Args:
+        plan: Made from ``loads``.
+        plain: Likewise, and simpler.
+        loads: int64 ``[N, E]``, what both serve.
+        cost: Layer and machine.
+        home: Where weights live, as :func:`predict` knows it.
+        owners: int64 ``[E]``, where there are any.
+        foreseen: The placement that was known ahead, if any.
+
+    Raises:
+        ValueError: As :func:`predict`.
+    """
+    planned, simple = (
+        seconds_of(one, loads, cost, home=home, owners=owners, foreseen=foreseen) for one in (plan, plain)
+    )
+    return plan if planned < simple else plain

@@ -13,7 +13,8 @@ import numpy as np
 
 from ._jit import kernel
 from .chunks import add_chunks, chunks_above
-from .cost import CostModel, predict
+from .cost import CostModel
+from .guard import cheaper
 from .least_traffic import level_cheaply
 from .network import copied, network
 from .ranges import stream_ranges
@@ -42,8 +43,8 @@ def fsep_llep(
         capacity_factor: A rank's capacity as a multiple of the mean load.
         min_tokens_per_gemm: m, how many tokens a transfer of an expert must be worth: the gain exceeds the
             cost.
-        cost: If given, a plan that spills carries a prediction, and one that is predicted slower than
-            :func:`fsep`'s is replaced by it: what is spilled must gain more than its weights cost.
+        cost: If given, a plan that spills, and is not predicted to take less time than :func:`fsep`'s, is replaced
+            by it: what is spilled must gain more than its weights cost.
 
     Returns:
         A plan whose slot rows list the placement's experts, then those spilled in; loads stay at or below
@@ -68,11 +69,7 @@ def fsep_llep(
     plan = Plan(Placement(table), Split(*full), spilled=int(spilled)) if spilled else level
     if cost is None or not spilled:
         return plan
-    level = predict(level, loads, cost, home="sharded", foreseen=placement)
-    plan = predict(plan, loads, cost, home="sharded", foreseen=placement)
-    assert level.predicted is not None
-    assert plan.predicted is not None
-    return plan if plan.predicted.seconds < level.predicted.seconds else level
+    return cheaper(plan, level, loads, cost, home="sharded", foreseen=placement)
 
 
 @kernel
