@@ -43,7 +43,7 @@ sizes = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(layer=sizes, world=st.sampled_from([(1, 1), (2, 1), (3, 3), (8, 4)]), tokens=st.integers(1, 20_000))
 def test_alternatives(layer: LayerSizes, world: tuple[int, int], tokens: int) -> None:
     found = alternatives(layer, H200, *world, AUTO, tokens=tokens)
