@@ -19,12 +19,10 @@ import torch
 from hf_laer.config import LaerConfig
 from hf_laer.plan import fsep_placement, initial_placement
 from hf_laer.plan.forecast import FORECASTS, Forecaster
-from hf_laer.plan.types import Placement, Plan, imbalance
+from hf_laer.plan.types import Placement, Plan, is_level
 
 # Versions under way beyond the one in use; the oldest of them is the next one used.
 AHEAD = 2
-# Where the exact split over a layout levels the ranks this well, there is nothing left for another to win.
-LEVEL = 1.01
 
 
 class Version(NamedTuple):
@@ -121,7 +119,7 @@ class LayerTuner:
         self._forecaster.observe(totals)
         self._seen += 1
         due = self._seen % self._config.relayout_interval == 0
-        if due and not _is_level(plans) and len(self._ready) + len(self._under_way) < AHEAD:
+        if due and not is_level(plans) and len(self._ready) + len(self._under_way) < AHEAD:
             expected = self._forecaster.expected()
             self._under_way.append(self._pool.submit(self._work_out, self._seen, expected))
 
@@ -164,8 +162,3 @@ def _version(number: int, placements: list[Placement]) -> Version:
     for placement in placements:
         sha.update(np.ascontiguousarray(placement.slots).tobytes())
     return Version(number, placements, int.from_bytes(sha.digest()[:7], "little"))
-
-
-def _is_level(plans: Sequence[Plan]) -> bool:
-    """Whether the layouts in use left nothing to win."""
-    return all(plan.spilled == 0 and imbalance(plan.rank_loads) <= LEVEL for plan in plans)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_laer.cli import bench_kernels, bench_layer, bench_sft
-from hf_laer.sim.bench import TARGETS, compile_seconds, drift_table, timings
+from hf_laer.sim.bench import TARGETS, compile_seconds, drift_table, method_table, timings
 
 HELP = (
     "measure planners (balance on drifting loads, time per plan), kernels on one device, one MoE layer or whole "
@@ -44,7 +44,11 @@ def _run_plan(args: argparse.Namespace, console: Console) -> int:
     console.print(f"planners compiled or loaded from the cache in {compile_seconds():.1f} s (not counted below)")
     console.print(_time_table(timings(args.repeats)))
     oracle = importlib.util.find_spec("scipy") is not None
-    console.print(_balance_table(drift_table(args.steps, args.layers, oracle=oracle)))
+    rows = drift_table(args.steps, args.layers, oracle=oracle)
+    console.print(_balance_table("max/mean over 32 ranks (4 x 8) on drifting loads, mean over steps", rows))
+    rows = [_with_percentiles(row) for row in method_table(args.steps, args.layers)]
+    title = "max/mean over ranks, mean / p95 over steps; weights fetched late by fsep+llep, of llep's"
+    console.print(_balance_table(title, rows))
     if not oracle:
         console.print("without scipy: no comparison with HiGHS")
     return 0
@@ -62,8 +66,19 @@ def _time_table(seconds: dict[str, tuple[float, float]]) -> Table:
     return table
 
 
-def _balance_table(rows: list[dict[str, float | str]]) -> Table:
-    table = Table(title="max/mean over 32 ranks (4 x 8) on drifting loads, mean over steps")
+def _with_percentiles(row: dict[str, float | str]) -> dict[str, float | str]:
+    """Mean and 95th percentile in one cell."""
+    out = {}
+    for head, value in row.items():
+        if f"{head} p95" in row:
+            value = f"{value:.2f} / {row[f'{head} p95']:.2f}"
+        if not head.endswith(" p95"):
+            out[head] = value
+    return out
+
+
+def _balance_table(title: str, rows: list[dict[str, float | str]]) -> Table:
+    table = Table(title=title)
     for head in rows[0]:
         table.add_column(head, justify="right")
     for row in rows:

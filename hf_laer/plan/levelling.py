@@ -1,8 +1,9 @@
 """Levels ranks as far as a placement allows: a maximum flow, whose target rises while it cannot be met.
 
 A rank above the target hands tokens of an expert to another holder of that expert, which may pass on tokens of
-another one, until a rank below the target is reached. Paths are found a layer graph at a time (Dinic). If there is
-none, the ranks that can be reached hold tokens which no other rank can compute, so their mean is a lower bound: it
+another one, until a rank below the target is reached. Paths are found a layer graph at a time (Dinic), with layers
+counted back from the ranks with room, so that each rank above the target moves on towards its nearest. Where there is
+no path, the ranks that can be reached hold tokens which no other rank can compute, so their mean is a lower bound: it
 becomes the target (Newton's method for parametric flow). All in integers: optimal to the token.
 """
 
@@ -22,7 +23,7 @@ def level(net: Network, own: np.ndarray, slack: int) -> int:
     do tokens leave their source.
     """
     ranks = len(net.held)
-    target = -(-net.held.sum() // ranks) + slack
+    target = _lower_bound(net) + slack
     if net.held.max() <= target:
         return target
     nothing = np.zeros_like(own)
@@ -30,22 +31,32 @@ def level(net: Network, own: np.ndarray, slack: int) -> int:
     queue = np.empty(ranks, np.int64)
     _hand_over(net, own, target, True)
     _hand_over(net, own, target, False)
-    only_foreign = True
+    only_foreign = any_own = own.max() > 0
     while True:
         floor = own if only_foreign else nothing
-        found, reached = _layers(net, floor, target, depth, hub, queue)
-        if reached == 0:
+        above, cut_off = _layers(net, floor, target, depth, hub, queue)
+        if above == 0:
             return target
-        if found:
-            _fill(net, floor, target, depth, hub)
-        elif only_foreign:
+        if only_foreign and cut_off == above:
             only_foreign = False
+        elif only_foreign or cut_off == 0:
+            _fill(net, floor, target, depth, hub)
         else:
-            stuck = 0
-            for at in range(reached):
-                stuck += net.held[queue[at]]
-            target = max(target, -(-stuck // reached) + slack)
-            only_foreign = True
+            target = max(target, _stuck(net, target, depth, queue) + slack)
+            only_foreign = any_own
+
+
+@kernel
+def _lower_bound(net: Network) -> int:
+    """Tokens that some rank must hold: the mean over all ranks, or an expert's over those that hold it."""
+    bound = -(-net.held.sum() // len(net.held))
+    for expert in range(len(net.first) - 1):
+        tokens, copies = 0, net.first[expert + 1] - net.first[expert]
+        for at in range(net.first[expert], net.first[expert + 1]):
+            tokens += net.quota[at]
+        if copies > 0:
+            bound = max(bound, -(-tokens // copies))
+    return bound
 
 
 @kernel
@@ -74,44 +85,73 @@ def _hand_over(net: Network, floor: np.ndarray, target: int, inside: bool) -> No
 @kernel
 def _layers(
     net: Network, floor: np.ndarray, target: int, depth: np.ndarray, hub: np.ndarray, queue: np.ndarray
-) -> tuple[bool, int]:
-    """Steps from the ranks above ``target`` to each rank (-1: no way), and to the experts that they hand on.
+) -> tuple[int, int]:
+    """Steps from each rank to one below the target (-1: no way), and from where an expert's tokens go (-1: nowhere).
 
-    Whether a rank below the target was reached, beyond whose layer nothing is explored; how many ranks were reached.
+    How many ranks are above the target, and how many of them have no way; once all have one, nothing more is explored.
     """
     first, rank, expert_of, at_slot, quota, held = net.first, net.rank, net.expert, net.at_slot, net.quota, net.held
     depth[:] = -1
     hub[:] = -1
-    tail, head, last = 0, 0, len(depth)
-    for start in range(len(depth)):
-        if held[start] > target:
-            queue[tail], depth[start] = start, 0
+    tail, head, above = 0, 0, 0
+    for at in range(len(depth)):
+        if held[at] < target:
+            queue[tail], depth[at] = at, 0
             tail += 1
-    while head < tail and depth[queue[head]] < last:
+        above += 1 if held[at] > target else 0
+    left = above
+    while head < tail and left > 0:
+        taker = queue[head]
+        head += 1
+        for slot in range(at_slot.shape[1]):
+            takes = at_slot[taker, slot]
+            if takes < 0:
+                break
+            expert = expert_of[takes]
+            if hub[expert] >= 0:
+                continue
+            hub[expert] = depth[taker]
+            for gives in range(first[expert], first[expert + 1]):
+                giver = rank[gives]
+                if depth[giver] < 0 and quota[gives] > floor[gives]:
+                    depth[giver], queue[tail] = depth[taker] + 1, giver
+                    tail += 1
+                    left -= 1 if held[giver] > target else 0
+    return above, left
+
+
+@kernel
+def _stuck(net: Network, target: int, depth: np.ndarray, queue: np.ndarray) -> int:
+    """The mean, rounded up, over the ranks that can be reached from those above the target without a way."""
+    first, rank, expert_of, at_slot, quota, held = net.first, net.rank, net.expert, net.at_slot, net.quota, net.held
+    tail, head, tokens = 0, 0, 0
+    handed, seen = np.zeros(len(first) - 1, np.bool_), np.zeros(len(held), np.bool_)
+    for at in range(len(held)):
+        if held[at] > target and depth[at] < 0:
+            queue[tail], seen[at] = at, True
+            tail += 1
+    while head < tail:
         giver = queue[head]
         head += 1
+        tokens += held[giver]
         for slot in range(at_slot.shape[1]):
             gives = at_slot[giver, slot]
             if gives < 0:
                 break
             expert = expert_of[gives]
-            if quota[gives] <= floor[gives] or hub[expert] >= 0:
+            if quota[gives] == 0 or handed[expert]:
                 continue
-            hub[expert] = depth[giver]
+            handed[expert] = True
             for takes in range(first[expert], first[expert + 1]):
-                taker = rank[takes]
-                if depth[taker] < 0:
-                    depth[taker] = depth[giver] + 1
-                    queue[tail] = taker
+                if not seen[rank[takes]]:
+                    seen[rank[takes]], queue[tail] = True, rank[takes]
                     tail += 1
-                    if held[taker] < target:
-                        last = depth[taker]
-    return last < len(depth), tail
+    return -(-tokens // tail)
 
 
 @kernel
 def _fill(net: Network, floor: np.ndarray, target: int, depth: np.ndarray, hub: np.ndarray) -> None:
-    """A blocking flow along the layers: paths by depth-first search, each dead end entered once."""
+    """A blocking flow down the layers: paths by depth-first search, each dead end entered once."""
     # In one piece, on local names: a call, or a field of the network, costs more than a step of the search.
     first, rank, expert_of, at_slot, quota, held = net.first, net.rank, net.expert, net.at_slot, net.quota, net.held
     slot_of, taker_of = np.zeros(len(depth), np.int64), first[:-1].copy()
@@ -119,13 +159,13 @@ def _fill(net: Network, floor: np.ndarray, target: int, depth: np.ndarray, hub: 
     for start in range(len(depth)):
         at, hops = start, 0
         while held[start] > target:
-            takes, stop = 0, 0
+            takes, stop, below = 0, 0, depth[at] - 1
             while takes == stop and slot_of[at] < at_slot.shape[1] and at_slot[at, slot_of[at]] >= 0:
                 gives = at_slot[at, slot_of[at]]
                 expert = expert_of[gives]
-                if quota[gives] > floor[gives] and hub[expert] == depth[at]:
+                if below >= 0 and quota[gives] > floor[gives] and hub[expert] == below:
                     takes, stop = taker_of[expert], first[expert + 1]
-                    while takes < stop and depth[rank[takes]] != depth[at] + 1:
+                    while takes < stop and depth[rank[takes]] != below:
                         takes += 1
                     taker_of[expert] = takes
                 if takes == stop:

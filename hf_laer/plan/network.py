@@ -10,7 +10,9 @@ from ._jit import kernel
 
 
 class Network(NamedTuple):
-    """Replicas by expert, in rank order, and who serves how much; ``quota``, ``held`` and ``served`` change in place.
+    """Replicas by expert, in rank order, and who serves how much; ``quota``, ``held`` and ``over`` change in place.
+
+    The replicas of one expert in one node are a *hub*; hubs are in the order of their replicas.
 
     Args:
         first: int64 ``[E + 1]``; the replicas of expert ``e`` are ``first[e]`` up to ``first[e + 1]``.
@@ -22,7 +24,10 @@ class Network(NamedTuple):
         quota: int64 ``[R]``, tokens that a replica serves.
         held: int64 ``[N]``, tokens that a rank computes.
         sent: int64 ``[nodes, E]``, tokens of each node's ranks.
-        served: int64 ``[nodes, E]``, tokens that each node's replicas serve.
+        hub: int64 ``[R]``, each replica's hub.
+        hub_first: int64 ``[hubs + 1]``; the replicas of hub ``h`` are ``hub_first[h]`` up to ``hub_first[h + 1]``.
+        hubs_of: int64 ``[E + 1]``; the hubs of expert ``e`` are ``hubs_of[e]`` up to ``hubs_of[e + 1]``.
+        over: int64 ``[hubs]``, tokens that a hub serves beyond those that its node's ranks send.
     """
 
     first: np.ndarray
@@ -34,7 +39,10 @@ class Network(NamedTuple):
     quota: np.ndarray
     held: np.ndarray
     sent: np.ndarray
-    served: np.ndarray
+    hub: np.ndarray
+    hub_first: np.ndarray
+    hubs_of: np.ndarray
+    over: np.ndarray
 
 
 @kernel
@@ -45,23 +53,43 @@ def network(loads: np.ndarray, slots: np.ndarray, width: int) -> tuple[Network, 
     """
     ranks, experts = loads.shape
     first, rank, slot, at_slot = index_replicas(slots, experts)
-    expert_of = np.empty(len(rank), np.int64)
     node = np.arange(ranks) // width
-    nodes = node[-1] + 1
     upto = _running_totals(loads)
     quota, held = np.zeros(len(rank), np.int64), np.zeros(ranks, np.int64)
-    sent, served = np.empty((nodes, experts), np.int64), np.zeros((nodes, experts), np.int64)
-    for at in range(nodes):
+    sent = np.empty((node[-1] + 1, experts), np.int64)
+    for at in range(len(sent)):
         sent[at] = upto[min((at + 1) * width, ranks)] - upto[at * width]
     homeless = -1
     for expert in range(experts):
         if first[expert] == first[expert + 1] and upto[ranks, expert] > 0:
             homeless = expert
         _nearest(upto, expert, first, rank, node, width, quota, held)
+    expert_of, hub, hub_first, hubs_of, over = _hubs(first, rank, node, quota, sent)
+    return (
+        Network(first, rank, slot, expert_of, at_slot, node, quota, held, sent, hub, hub_first, hubs_of, over),
+        homeless,
+    )
+
+
+@kernel
+def _hubs(
+    first: np.ndarray, rank: np.ndarray, node: np.ndarray, quota: np.ndarray, sent: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The network's ``expert``, ``hub``, ``hub_first``, ``hubs_of`` and ``over``."""
+    size, count = len(rank), 0
+    expert_of, hub, hub_first = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size + 1, np.int64)
+    hubs_of, over = np.empty(len(first), np.int64), np.empty(size, np.int64)
+    for expert in range(len(first) - 1):
+        hubs_of[expert] = count
         for at in range(first[expert], first[expert + 1]):
-            expert_of[at] = expert
-            served[node[rank[at]], expert] += quota[at]
-    return Network(first, rank, slot, expert_of, at_slot, node, quota, held, sent, served), homeless
+            if at == first[expert] or node[rank[at]] != node[rank[at - 1]]:
+                hub_first[count], over[count] = at, -sent[node[rank[at]], expert]
+                count += 1
+            expert_of[at], hub[at] = expert, count - 1
+            over[count - 1] += quota[at]
+    hub_first[count] = size
+    hubs_of[-1] = count
+    return expert_of, hub, hub_first[: count + 1], hubs_of, over[:count]
 
 
 @kernel
@@ -138,6 +166,6 @@ def _nearest(
 
 @kernel
 def copied(net: Network) -> Network:
-    """The same with ``quota``, ``held`` and ``served`` of its own."""
-    changing = net.quota.copy(), net.held.copy(), net.sent, net.served.copy()
+    """The same with ``quota``, ``held`` and ``over`` of its own."""
+    changing = net.quota.copy(), net.held.copy(), net.sent, net.hub, net.hub_first, net.hubs_of, net.over.copy()
     return Network(net.first, net.rank, net.slot, net.expert, net.at_slot, net.node, *changing)

@@ -88,7 +88,7 @@ def _solve(
     if net.held.max() < capacity + least:
         return slots, plain, plain, 0, -1
     lower = copied(net)
-    level_cheaply(lower, capacity)
+    level_cheaply(lower, capacity, True)
     item, helper, tokens = chunks_above(lower.rank, lower.quota, lower.held, capacity, least, width)
     table, first, rank, slot, quota, spilled = add_chunks(
         slots, net.first, net.rank, net.slot, lower.quota, net.expert[item], helper, tokens

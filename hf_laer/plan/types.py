@@ -6,6 +6,7 @@ Letters in shapes: N ranks of one token group, E experts, S slots per rank, R re
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,3 +141,12 @@ def imbalance(rank_loads: np.ndarray) -> float:
     """Max over mean of the loads of ranks (or experts); 1.0 where there are none."""
     total = int(rank_loads.sum())
     return 1.0 if total == 0 else float(rank_loads.max() * len(rank_loads) / total)
+
+
+# Where the exact split over a layout levels the ranks this well, there is nothing left for another to win.
+LEVEL = 1.01
+
+
+def is_level(plans: Sequence[Plan]) -> bool:
+    """Whether the layouts in use left nothing to win, so that they may stay."""
+    return all(plan.spilled == 0 and imbalance(plan.rank_loads) <= LEVEL for plan in plans)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
 from hf_laer import plan as planners
-from hf_laer.plan import EMPTY, Plan, imbalance
+from hf_laer.plan import EMPTY, Placement, Plan, imbalance
+from hf_laer.plan.forecast import Forecaster
+from hf_laer.plan.types import is_level
 
 from .drift import PRESET_SLOTS, PRESETS, Drift
 from .oracle import lowest_maximum
 
 RANKS, WIDTH = 32, 8
+# Steps that the engine forecasts from, unless it is told otherwise.
+HISTORY = 8
 
 # What was published or asked for, in seconds on one core.
 TARGETS = {
@@ -34,54 +38,130 @@ def drift_table(steps: int = 30, layers: int = 2, *, oracle: bool = True) -> lis
     """Mean max/mean over ranks on drifting loads, 32 ranks in nodes of 8, one row per preset and drift.
 
     Columns: ``static`` (FSDP + EP), ``laer`` (sum of five steps, own-node-first even split), ``even`` (last
-    step's layout, even split), ``exact`` (last step's hedged layout, exact split), ``fsep+llep``, ``now``
-    (this step's layout, exact split), ``llep``, ``extra weights`` (slots that ``fsep+llep`` adds, as a share
-    of the placement's), ``over HiGHS`` (maximum of ``exact`` over the linear programme's on the same
+    step's layout, even split), ``exact`` (the engine's layout, see :func:`_layouts`, exact split), ``fsep+llep``,
+    ``now`` (this step's layout, exact split), ``llep``, ``extra weights`` (slots that ``fsep+llep`` adds, as a
+    share of the placement's), ``over HiGHS`` (maximum of ``exact`` over the linear programme's on the same
     placement, the worst). LLEP's m is 4% of the mean load.
     """
     rows = []
-    for name, preset in PRESETS.items():
-        for label, change in (("0.9", {}), ("0.5", {"rho": 0.5}), ("0.9, switches", {"domain_steps": 8})):
-            rows.append(_drift_row(name, label, dataclasses.replace(preset, **change), steps, layers, oracle))
+    for name, label, drift in _drifts():
+        seen, worst = _seen(drift, steps, layers, _drift_plans, PRESET_SLOTS[name]), 0.0
+        row: dict[str, float | str] = {"experts, top-k, slots": name, "rho": label}
+        row |= {column: float(np.mean([imbalance(plan.rank_loads) for plan in seen[column]])) for column in seen}
+        added = [_filled(spilled) / _filled(exact) - 1 for spilled, exact in _pairs(seen, "fsep+llep", "exact")]
+        row["extra weights"] = float(np.mean(added))
+        if oracle:
+            for plan in seen["exact"]:
+                totals = np.bincount(_expert_of(plan), plan.split.quotas(), drift.experts).astype(np.int64)
+                worst = max(worst, float(plan.rank_loads.max()) / lowest_maximum(totals, plan.placement))
+            row["over HiGHS"] = worst
+        rows.append(row)
     return rows
 
 
-def _drift_row(name: str, label: str, drift: Drift, steps: int, layers: int, oracle: bool) -> dict[str, float | str]:
-    seen: dict[str, list[float]] = {}
-    worst = 0.0
+def method_table(steps: int = 30, layers: int = 2, sizes: Sequence[int] = (8, RANKS)) -> list[dict[str, float | str]]:
+    """What each method makes of drifting loads: max/mean over ranks, in the mean and the 95th percentile over steps.
+
+    On ``sizes`` ranks in nodes of 8, for the presets and drifts of :func:`drift_table`; slots as there, or a quarter
+    more than an even share where that is more. ``lower bound``: no plan has a lower maximum. ``exposed``: expert
+    weights that ``fsep+llep`` fetches once the loads are known, which delay the forward, over those that ``llep``
+    fetches; what was placed ahead is not among them.
+    """
+    rows = []
+    for ranks in sizes:
+        for name, label, drift in _drifts(ranks):
+            slots = max(PRESET_SLOTS[name], -(-5 * drift.experts // (4 * ranks)))
+            seen = _seen(drift, steps, layers, _method_plans, slots)
+            row: dict[str, float | str] = {"experts, top-k": name, "ranks x slots": f"{ranks} x {slots}", "rho": label}
+            for method, plans in seen.items():
+                values = [imbalance(plan.rank_loads) for plan in plans]
+                row[method], row[f"{method} p95"] = float(np.mean(values)), float(np.percentile(values, 95))
+            loads = [int(plan.rank_loads.sum()) for plan in seen["ep"]]
+            row["lower bound"] = float(np.mean([-(-total // ranks) * ranks / total for total in loads]))
+            spilled = sum(_filled(ours) - _filled(placed) for ours, placed in _pairs(seen, "fsep+llep", "fsep"))
+            fetched = sum(_filled(theirs) - drift.experts for theirs in seen["llep"])
+            row["exposed"] = spilled / max(fetched, 1)
+            rows.append(row)
+    return rows
+
+
+def _drifts(ranks: int = RANKS) -> Iterator[tuple[str, str, Drift]]:
+    """Preset, name of the drift, and the drift, on ``ranks`` ranks."""
+    changes = {"0.99": {"rho": 0.99}, "0.9": {}, "0.5": {"rho": 0.5}, "0.9, switches": {"domain_steps": 8}}
+    for name, preset in PRESETS.items():
+        for label, change in changes.items():
+            yield name, label, dataclasses.replace(preset, ranks=ranks, **change)
+
+
+def _seen(
+    drift: Drift, steps: int, layers: int, plans_of: Callable[..., dict[str, Plan]], slots: int
+) -> dict[str, list[Plan]]:
+    """Every column's plans, those of the first five steps left out."""
+    seen: dict[str, list[Plan]] = {}
     for layer in range(layers):
         loads = drift.loads(steps, layer)
-        for step in range(5, steps):
-            plans = _drift_plans(loads, step, PRESET_SLOTS[name], drift)
-            for column, plan in plans.items():
-                seen.setdefault(column, []).append(imbalance(plan.rank_loads))
-            placed, spilled = ((plans[n].placement.slots != EMPTY).sum() for n in ("exact", "fsep+llep"))
-            seen.setdefault("extra weights", []).append(float(spilled / placed - 1))
-            if oracle:
-                exact = plans["exact"]
-                best = lowest_maximum(loads[step].sum(axis=0), exact.placement)
-                worst = max(worst, float(exact.rank_loads.max()) / best)
-    row: dict[str, float | str] = {"experts, top-k, slots": name, "rho": label}
-    row |= {column: float(np.mean(values)) for column, values in seen.items()}
-    return row | ({"over HiGHS": worst} if oracle else {})
+        for step, placement in _layouts(loads, slots):
+            if step >= 5:
+                for column, plan in plans_of(loads, step, slots, placement).items():
+                    seen.setdefault(column, []).append(plan)
+    return seen
 
 
-def _drift_plans(loads: np.ndarray, step: int, slots: int, drift: Drift) -> dict[str, Plan]:
-    now = loads[step]
-    recent = planners.laer_placement(loads[step - 5 : step].sum(axis=0), RANKS, slots, WIDTH)
-    last = planners.fsep_placement(loads[step - 1], RANKS, slots, WIDTH)
-    plain = planners.laer_placement(loads[step - 1], RANKS, slots, WIDTH, candidates=1)
-    least = max(1, int(now.sum()) * 4 // (RANKS * 100))
-    owners = planners.chunk_owners(drift.experts, RANKS)
+def _layouts(loads: np.ndarray, slots: int) -> Iterator[tuple[int, Placement]]:
+    """Step and placement, as the engine's tuner makes it: from the forecast that has missed by least so far.
+
+    Only where the one in use left something to win, and known in time for the next step.
+    """
+    ranks, experts = loads.shape[1:]
+    forecaster, placement = Forecaster(HISTORY), planners.initial_placement(experts, ranks, slots)
+    for step, now in enumerate(loads):
+        yield step, placement
+        forecaster.observe(now.sum(axis=0, keepdims=True))
+        if not is_level([planners.fsep(now, placement, WIDTH)]):
+            placement = planners.fsep_placement(forecaster.expected()[0], ranks, slots, WIDTH)
+
+
+def _drift_plans(loads: np.ndarray, step: int, slots: int, placement: Placement) -> dict[str, Plan]:
+    now, ranks = loads[step], loads.shape[1]
+    plain = planners.laer_placement(loads[step - 1], ranks, slots, WIDTH, candidates=1)
+    methods = _method_plans(loads, step, slots, placement)
     return {
         "static": planners.fsdp_ep(now, slots),
-        "laer": planners.laer(now, recent, WIDTH),
+        "laer": methods["laer"],
         "even": planners.eplb(now, plain),
-        "exact": planners.fsep(now, last, WIDTH),
-        "fsep+llep": planners.fsep_llep(now, last, WIDTH, min_tokens_per_gemm=least),
-        "now": planners.fsep(now, planners.fsep_placement(now, RANKS, slots, WIDTH), WIDTH),
-        "llep": planners.llep(now, owners, min_tokens_per_gemm=least, imbalance_threshold=1.0, ranks_per_node=WIDTH),
+        "exact": methods["fsep"],
+        "fsep+llep": methods["fsep+llep"],
+        "now": planners.fsep(now, planners.fsep_placement(now, ranks, slots, WIDTH), WIDTH),
+        "llep": methods["llep"],
     }
+
+
+def _method_plans(loads: np.ndarray, step: int, slots: int, placement: Placement) -> dict[str, Plan]:
+    now, (_, ranks, experts) = loads[step], loads.shape
+    recent = planners.laer_placement(loads[step - 5 : step].sum(axis=0), ranks, slots, WIDTH)
+    least = max(1, int(now.sum()) * 4 // (ranks * 100))
+    owners = planners.chunk_owners(experts, ranks)
+    return {
+        "ep": planners.ep(now, owners),
+        "llep": planners.llep(now, owners, min_tokens_per_gemm=least, imbalance_threshold=1.0, ranks_per_node=WIDTH),
+        "laer": planners.laer(now, recent, WIDTH),
+        "fsep": planners.fsep(now, placement, WIDTH),
+        "fsep+llep": planners.fsep_llep(now, placement, WIDTH, min_tokens_per_gemm=least),
+    }
+
+
+def _pairs(seen: dict[str, list[Plan]], one: str, other: str) -> Iterator[tuple[Plan, Plan]]:
+    return zip(seen[one], seen[other], strict=True)
+
+
+def _filled(plan: Plan) -> int:
+    """Experts in all slots of all ranks."""
+    return int((plan.placement.slots != EMPTY).sum())
+
+
+def _expert_of(plan: Plan) -> np.ndarray:
+    """int64 ``[R]``: each range's expert."""
+    return np.repeat(np.arange(plan.split.num_experts), np.diff(plan.split.first))
 
 
 def skewed(ranks: int, experts: int, tokens: int = 32768, seed: int = 0) -> np.ndarray:
