@@ -18,7 +18,7 @@ import torch
 
 from hf_laer.config import LaerConfig
 from hf_laer.plan import fsep_placement, initial_placement
-from hf_laer.plan.forecast import FORECASTS, Forecaster
+from hf_laer.plan.forecast import FORECASTS, SETTLED, Forecaster, miss
 from hf_laer.plan.types import Placement, Plan, is_level
 
 # Versions under way beyond the one in use; the oldest of them is the next one used.
@@ -58,6 +58,8 @@ class LayerTuner:
         self._slots = [config.slots_for(num_experts, len(group)) for group in groups]
         self._forecaster = Forecaster(config.history, config.forecast)
         self._seen = 0
+        self._choice = any(room < num_experts for room in self._slots)
+        self._placed_for = np.ones((len(groups), num_experts), np.int64)
         start = [
             initial_placement(num_experts, len(group), room) for group, room in zip(groups, self._slots, strict=True)
         ]
@@ -119,9 +121,19 @@ class LayerTuner:
         self._forecaster.observe(totals)
         self._seen += 1
         due = self._seen % self._config.relayout_interval == 0
-        if due and not is_level(plans) and len(self._ready) + len(self._under_way) < AHEAD:
+        if due and len(self._ready) + len(self._under_way) < AHEAD:
             expected = self._forecaster.expected()
-            self._under_way.append(self._pool.submit(self._work_out, self._seen, expected))
+            if not is_level(plans) or (self._choice and self._moved(expected)):
+                self._placed_for = expected
+                self._under_way.append(self._pool.submit(self._work_out, self._seen, expected, self._forecaster.hedge))
+
+    def _moved(self, expected: np.ndarray) -> bool:
+        """Whether other loads are expected than those that the newest layout was made for.
+
+        The layout in use may still be level; once it is not, the next one comes a step late.
+        """
+        pairs = zip(self._placed_for, expected, strict=True)
+        return any(miss(before[None], now[None]) > SETTLED for before, now in pairs)
 
     def state_dict(self) -> dict[str, Any]:
         """Recent loads and the newest layout, waited for, in JSON's types; the same on all ranks."""
@@ -131,6 +143,7 @@ class LayerTuner:
             "history": [loads.tolist() for loads in self._forecaster.history],
             "misses": self._forecaster.misses,
             "placements": [placement.slots.tolist() for placement in newest.placements],
+            "placed_for": self._placed_for.tolist(),
         }
 
     def load_state_dict(self, memory: dict[str, Any]) -> None:
@@ -144,14 +157,16 @@ class LayerTuner:
         totals = [np.array(loads, np.int64) for loads in memory["history"]]
         if all(len(loads) == len(self._groups) for loads in totals):
             self._forecaster.history.extend(totals)
+            self._placed_for = np.array(memory.get("placed_for", self._placed_for), np.int64)
         if [table.shape for table in tables] == [p.slots.shape for p in self._current.placements]:
             self._current = _version(self._seen, [Placement(table) for table in tables])
         elif self._forecaster.history:
-            self._current = self._work_out(self._seen, self._forecaster.expected())
+            self._placed_for = self._forecaster.expected()
+            self._current = self._work_out(self._seen, self._placed_for, self._forecaster.hedge)
 
-    def _work_out(self, number: int, expected: np.ndarray) -> Version:
+    def _work_out(self, number: int, expected: np.ndarray, hedge: int) -> Version:
         placements = [
-            fsep_placement(expected[at], len(group), room, ranks_per_node=self._ranks_per_node)
+            fsep_placement(expected[at], len(group), room, ranks_per_node=self._ranks_per_node, hedge_permille=hedge)
             for at, (group, room) in enumerate(zip(self._groups, self._slots, strict=True))
         ]
         return _version(number, placements)

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 FORECASTS = ("last", "mean", "ema", "trend")
+# Thousandths of the loads that a placement replaces by their mean, at least and at most.
+HEDGE, HIGHEST_HEDGE = 250, 550
+# Forecasts that differ by less than so many millionths of the tokens ask for the same placement.
+SETTLED = 10_000
 
 
 def forecast(name: str, history: Sequence[np.ndarray]) -> np.ndarray:
@@ -73,9 +77,14 @@ class Forecaster:
         """The forecast in use."""
         return self._name if self._name != "auto" else min(FORECASTS, key=lambda name: self.misses[name])
 
+    @property
+    def hedge(self) -> int:
+        """Thousandths of the expected loads to replace by their mean: the more, the more the forecast has missed."""
+        return min(max(HEDGE, 100 + 1400 * self.misses[self.name] // 1_000_000), HIGHEST_HEDGE)
+
     def observe(self, loads: np.ndarray) -> None:
         """Takes in the loads int64 ``[N, E]`` of one micro-batch."""
-        if self.history and self._name == "auto":
+        if self.history:
             for name in FORECASTS:
                 now = miss(forecast(name, self.history), loads)
                 self.misses[name] += (now - self.misses[name]) // 8

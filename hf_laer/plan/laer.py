@@ -8,6 +8,7 @@ import numpy as np
 
 from ._jit import kernel
 from .copies import even_copies, greedy_copies, moved_copy, proportional_copies
+from .forecast import HEDGE
 from .relayout import place_copies
 from .types import Placement
 from .validate import check_history, check_room, node_width
@@ -62,16 +63,22 @@ def laer_placement(
 
 
 def fsep_placement(
-    loads: np.ndarray, num_ranks: int, slots_per_rank: int, ranks_per_node: int | None = None
+    loads: np.ndarray,
+    num_ranks: int,
+    slots_per_rank: int,
+    ranks_per_node: int | None = None,
+    *,
+    hedge_permille: int = HEDGE,
 ) -> Placement:
     """:func:`laer_placement` for the exact split: hedged copies by priority queue, no other candidate.
 
     The split levels what a placement allows, so a placement should allow much: copies follow three quarters
-    of the recent loads and one quarter of their mean. Where loads change much from step to step this leaves
-    about half as much that the exact split cannot level, where they change little it costs nothing, and
-    candidates chosen for less traffic did worse (measured, see ``docs/planners.md``).
+    of the recent loads and one quarter of their mean, or more of it where forecasts miss by much
+    (``hedge_permille``, see :attr:`hf_laer.plan.forecast.Forecaster.hedge`). Where loads change much from step to
+    step this leaves about half as much that the exact split cannot level, where they change little it costs nothing,
+    and candidates chosen for less traffic did worse (measured, see ``docs/planners.md``).
     """
-    return laer_placement(loads, num_ranks, slots_per_rank, ranks_per_node, candidates=1, hedge_permille=250)
+    return laer_placement(loads, num_ranks, slots_per_rank, ranks_per_node, candidates=1, hedge_permille=hedge_permille)
 
 
 def initial_placement(num_experts: int, num_ranks: int, slots: int, ranks_per_node: int | None = None) -> Placement:

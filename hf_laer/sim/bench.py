@@ -12,7 +12,6 @@ import numpy as np
 from hf_laer import plan as planners
 from hf_laer.plan import EMPTY, Placement, Plan, imbalance
 from hf_laer.plan.forecast import Forecaster
-from hf_laer.plan.types import is_level
 
 from .drift import PRESET_SLOTS, PRESETS, Drift
 from .oracle import lowest_maximum
@@ -110,15 +109,16 @@ def _seen(
 def _layouts(loads: np.ndarray, slots: int) -> Iterator[tuple[int, Placement]]:
     """Step and placement, as the engine's tuner makes it: from the forecast that has missed by least so far.
 
-    Only where the one in use left something to win, and known in time for the next step.
+    Known in time for the next step. (These loads always move, so the tuner never keeps a layout for being level.)
     """
     ranks, experts = loads.shape[1:]
     forecaster, placement = Forecaster(HISTORY), planners.initial_placement(experts, ranks, slots)
     for step, now in enumerate(loads):
         yield step, placement
         forecaster.observe(now.sum(axis=0, keepdims=True))
-        if not is_level([planners.fsep(now, placement, WIDTH)]):
-            placement = planners.fsep_placement(forecaster.expected()[0], ranks, slots, WIDTH)
+        placement = planners.fsep_placement(
+            forecaster.expected()[0], ranks, slots, WIDTH, hedge_permille=forecaster.hedge
+        )
 
 
 def _drift_plans(loads: np.ndarray, step: int, slots: int, placement: Placement) -> dict[str, Plan]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_laer import plan as planners
 from hf_laer.plan import EMPTY, CostModel, Placement, Plan
+from hf_laer.plan.forecast import HEDGE
 from hf_laer.plan.validate import check_room
 
 
@@ -27,6 +28,8 @@ class Setting:
         history: Steps from which ``fsep`` and ``fsep+llep`` forecast; ``laer`` sums five, as published.
         forecast: How, as :mod:`hf_laer.plan.forecast` knows it, or ``auto``.
         group: Tokens stay inside groups of so many ranks (``laer``, ``fsep`` and ``fsep+llep``); ``None``: all ranks.
+        hedge: Thousandths of the expected loads that ``fsep`` and ``fsep+llep`` replace by their mean; a replay
+            sets it by how much the forecast has missed.
         guard: Whether ``llep`` falls back to ``ep``, and ``fsep+llep`` to ``fsep``, where spilling is predicted
             not to pay.
     """
@@ -42,6 +45,7 @@ class Setting:
     forecast: str = "auto"
     guard: bool = True
     group: int | None = None
+    hedge: int = HEDGE
 
     def __post_init__(self) -> None:
         if self.group is not None and (self.group < 1 or self.ranks % self.group):
@@ -167,7 +171,8 @@ def _laer_place(loads: np.ndarray, state: object, setting: Setting) -> Placement
 
 
 def _fsep_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
-    return planners.fsep_placement(loads.sum(axis=0), setting.ranks, setting.slots, setting.width)
+    total = loads.sum(axis=0)
+    return planners.fsep_placement(total, setting.ranks, setting.slots, setting.width, hedge_permille=setting.hedge)
 
 
 def _eplb_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
@@ -272,9 +277,10 @@ def grouped(method: Method, setting: Setting) -> Method:
     def rows(state: object) -> list[Placement]:
         return [Placement(_placement(state).slots[group]) for group in groups]
 
-    def place_all(loads: np.ndarray, state: object, _: Setting) -> Placement:
+    def place_all(loads: np.ndarray, state: object, given: Setting) -> Placement:
         assert place is not None
-        placed = [place(loads[at], old, one) for at, old in zip(groups, rows(state), strict=True)]
+        hedged = replace(one, hedge=given.hedge)
+        placed = [place(loads[at], old, hedged) for at, old in zip(groups, rows(state), strict=True)]
         return planners.stack_groups([_placement(new) for new in placed])
 
     def plan_all(loads: np.ndarray, state: object, _: Setting) -> Plan:

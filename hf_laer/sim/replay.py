@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -123,7 +123,7 @@ def _replay_layer(
             due = step > 0 and (method.every or step % setting.interval == 0)
             if due and method.place:
                 if method.window is None:
-                    seen = forecaster.expected()
+                    seen, setting = forecaster.expected(), replace(setting, hedge=forecaster.hedge)
                 else:
                     seen = loads[max(0, step - method.window(setting)) : step].sum(axis=0)
                 before, state = state, method.place(seen, state, setting)

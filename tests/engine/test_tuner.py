@@ -105,6 +105,20 @@ def test_level_loads_start_no_work() -> None:
     assert not pool.waiting
 
 
+def test_level_layouts_follow_loads_that_move() -> None:
+    """A layout may level loads that it was not made for, once; the next ones it may not."""
+    pool = Held()
+    made = tuner(pool, slots_per_rank=4)
+    even = np.full((RANKS, EXPERTS), 1000)
+    step([made], even)
+    assert not pool.waiting
+    moved = even + np.array([300, 0, 0, 0, 0])
+    level = fsep(moved, made.layout[0]).rank_loads
+    assert level.max() - level.min() <= 1
+    step([made], moved)
+    assert len(pool.waiting) == 1
+
+
 @pytest.mark.parametrize(
     ("series", "best"),
     [

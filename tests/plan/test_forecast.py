@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from hf_laer.plan.forecast import FORECASTS, forecast, miss
+from hf_laer.plan.forecast import FORECASTS, HEDGE, HIGHEST_HEDGE, Forecaster, forecast, miss
 
 HISTORIES = st.integers(1, 6).flatmap(
     lambda steps: hnp.arrays(np.int64, (steps, 2, 3), elements=st.integers(0, 10**12)).map(list)
@@ -59,3 +59,13 @@ def test_miss_is_the_share_of_tokens_that_went_elsewhere() -> None:
     assert miss(np.array([[50, 50]]), np.array([[75, 25]])) == 250_000
     assert miss(np.array([[50, 50]]), np.array([[10, 0], [0, 10]])) == 0
     assert miss(np.array([[0, 0]]), np.array([[0, 0]])) == 0
+
+
+def test_who_misses_much_hedges_more() -> None:
+    steady, wild = Forecaster(4), Forecaster(4, "last")
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        steady.observe(np.array([[100, 300, 200]]))
+        wild.observe(rng.integers(0, 100, (1, 3)) ** 3)
+    assert steady.hedge == HEDGE
+    assert HEDGE < wild.hedge <= HIGHEST_HEDGE

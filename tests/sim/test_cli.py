@@ -8,7 +8,7 @@ import pytest
 from hf_laer.cli.main import main
 from hf_laer.plan import Placement, initial_placement
 from hf_laer.sim import Trace
-from hf_laer.sim.bench import TARGETS, drift_table, timings
+from hf_laer.sim.bench import TARGETS, drift_table, method_table, timings
 from hf_laer.sim.oracle import lowest_maximum
 from tests.plan.oracles import lowest_maximum as integer_maximum
 
@@ -89,6 +89,16 @@ def test_drifting_loads_meet_the_targets():
         assert row["fsep+llep"] <= 1.05, row
         assert row["exact"] <= row["even"] + 0.01
         assert row["now"] <= 1.02
+
+
+def test_what_is_spilled_late_is_little():
+    """Less than a tenth of what ``llep`` fetches, where there are slots to spare and loads can be forecast at all."""
+    rows = {(row["experts, top-k"], row["rho"]): row for row in method_table(steps=12, layers=1, sizes=(32,))}
+    for (name, rho), row in rows.items():
+        assert row["fsep+llep"] <= 1.05, row
+        assert row["fsep+llep p95"] <= 1.15, row
+        assert row["exposed"] < 0.1 or name == "8e-top2" or rho == "0.5", row
+        assert row["lower bound"] <= row["fsep+llep"] <= row["ep"]
 
 
 def test_timings_cover_every_target():
