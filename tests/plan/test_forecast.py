@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -24,6 +24,7 @@ def test_each_by_its_formula() -> None:
     assert forecast("trend", history).tolist() == [[28, 0]]
 
 
+@settings(deadline=None)
 @given(HISTORIES)
 def test_the_trend_is_the_least_squares_line(history: list[np.ndarray]) -> None:
     if len(history) < 2:
@@ -34,6 +35,7 @@ def test_the_trend_is_the_least_squares_line(history: list[np.ndarray]) -> None:
     np.testing.assert_allclose(forecast("trend", history), line, rtol=1e-6, atol=2)
 
 
+@settings(deadline=None)
 @given(HISTORIES, st.sampled_from(FORECASTS))
 def test_whole_numbers_that_stand_still_where_loads_do(history: list[np.ndarray], name: str) -> None:
     found = forecast(name, history)
