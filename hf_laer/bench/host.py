@@ -22,6 +22,8 @@ from hf_laer.config import STRATEGIES
 from hf_laer.profile import Curve, Profile, fit_line, shipped_profile
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Of all groups together, so that their activations fit into any GPU.
+MOST_ROWS = 2**17
 KIB, MIB = 2**10, 2**20
 REPEATS = 5
 # Calls of what is timed: those timed, and two that warm up; some of them several in a row.
@@ -163,14 +165,15 @@ def _products(sizes: BenchWeights, device: torch.device, effort: Effort) -> Curv
     expert = _row_flops(sizes) // 6 * torch.empty(0, dtype=sizes.dtype).element_size()
     share = -(-sizes.experts // dist.get_world_size())
     groups = max(1, min(share, effort.weights // expert))
-    some = replace(sizes, experts=groups * dist.get_world_size())
     points: list[tuple[float, float]] = []
     spent, hidden = 0.0, torch.zeros(1, sizes.hidden, dtype=sizes.dtype, device=device, requires_grad=True)
     grad = torch.ones_like(hidden)
     for rows in effort.rows:
-        seconds = _seconds(_product_step(some, rows * groups, hidden, grad), device)
+        own = min(groups, max(1, MOST_ROWS // rows))
+        some = replace(sizes, experts=own * dist.get_world_size())
+        seconds = _seconds(_product_step(some, rows * own, hidden, grad), device)
         spent += seconds * ROUNDS * _in_a_row(device)
-        points.append((float(rows), seconds / groups))
+        points.append((float(rows), seconds / own))
         if spent * 2 > effort.seconds:
             break
     return tuple(points)
