@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,12 @@ def method_table(steps: int = 30, layers: int = 2, sizes: Sequence[int] = (8, RA
 
 def _drifts(ranks: int = RANKS) -> Iterator[tuple[str, str, Drift]]:
     """Preset, name of the drift, and the drift, on ``ranks`` ranks."""
-    changes = {"0.99": {"rho": 0.99}, "0.9": {}, "0.5": {"rho": 0.5}, "0.9, switches": {"domain_steps": 8}}
+    changes: dict[str, dict[str, Any]] = {
+        "0.99": {"rho": 0.99},
+        "0.9": {},
+        "0.5": {"rho": 0.5},
+        "0.9, switches": {"domain_steps": 8},
+    }
     for name, preset in PRESETS.items():
         for label, change in changes.items():
             yield name, label, dataclasses.replace(preset, ranks=ranks, **change)
