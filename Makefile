@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test test-long lint types
+.PHONY: setup test test-long test-nightly lint types
 
 setup: $(VENV)/.installed
 
@@ -34,6 +34,9 @@ test: setup
 
 test-long: setup
 	$(BIN)/python -m pytest -m long
+
+test-nightly: setup
+	$(BIN)/python -m pytest -m nightly
 
 lint: setup
 	$(BIN)/ruff check .

@@ -63,7 +63,7 @@ def test_a_short_soak(capsys) -> None:
     assert "1 resumes, 0 tensors changed" in out
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["llep", "fsep+llep"])
 def test_a_longer_soak(strategy: str, capsys) -> None:

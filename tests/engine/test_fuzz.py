@@ -93,8 +93,14 @@ def test_random_models(ranks) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_many_random_models(ranks) -> None:
+@pytest.mark.timeout(400)
+def test_more_random_models(ranks) -> None:
+    explore(ranks, 150, derandomize=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_other_random_models_each_time(ranks) -> None:
     explore(ranks, 500)
 
 
