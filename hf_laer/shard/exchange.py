@@ -19,6 +19,8 @@ from hf_laer.comm.base import Communicator, Pending
 from hf_laer.shard.home import Home, Layout, Part
 
 SlotTable = tuple[tuple[int, ...], ...]
+# Over 1,000 ranks one takes 100 KB: room for the tables of a pass, and not for a thousand.
+TABLES = 256
 
 
 class Span(NamedTuple):
@@ -94,7 +96,7 @@ def is_local(homes: dict[str, Home], table: SlotTable) -> bool:
     return all(_is_local(home.layout, table) for home in homes.values())
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=TABLES)
 def _is_local(layout: Layout, table: SlotTable) -> bool:
     return all(
         expert in layout.experts[rank] and len(layout.rows[rank]) == layout.shape[1]
@@ -112,13 +114,19 @@ def beyond_own(homes: dict[str, Home], table: SlotTable) -> SlotTable | None:
     return _beyond_own(next(iter(homes.values())).layout, table)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=TABLES)
 def _beyond_own(layout: Layout, table: SlotTable) -> SlotTable | None:
     own = [tuple(experts) for experts in layout.experts]
     whole = all(len(rows) == layout.shape[1] for rows in layout.rows)
     if not whole or any(held[: len(mine)] != mine for held, mine in zip(table, own, strict=True)):
         return None
     return tuple(held[len(mine) :] for held, mine in zip(table, own, strict=True))
+
+
+def forget_tables() -> None:
+    """Drops what is kept of slot tables seen; it is bounded, but may grow for thousands of steps until it is full."""
+    for kept in (piece, _is_local, _beyond_own):
+        kept.cache_clear()
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_laer.config import LaerConfig
 from hf_laer.plan.types import imbalance
+from hf_laer.shard.exchange import forget_tables
 from hf_laer.soak.shadow import Compared, Shadow, gradients_of, same_state, state_of
 from hf_laer.soak.task import CLIP, Settings, batch, loss_of, optimizer_of, tiny_model
 
@@ -170,7 +171,12 @@ def _prepared(settings: Settings, ranks: int) -> tuple[Any, Any, Any]:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, or 0 where the system does not say."""
+    """Resident memory of this process, or 0 where the system does not say.
+
+    What is kept of slot tables seen is dropped before: it is bounded, but fills for longer than a part lasts, and what
+    is looked for has no bound.
+    """
+    forget_tables()
     gc.collect()
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
