@@ -18,7 +18,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:
-        return pools.setdefault(world_size, RankPool(world_size))
+        return pools.setdefault(world_size, RankPool(world_size, fresh=world_size == 3))
 
     yield pool
     for made in pools.values():

@@ -43,10 +43,13 @@ class RankPool:
 
     Args:
         world_size: Ranks.
+        fresh: Started from scratch, each with its own hash seed, instead of forks of one process that has imported
+            everything. An order that comes from a set would else be the same on all ranks in every test.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, fresh: bool = False) -> None:
         self.world_size = world_size
+        self._fresh = fresh
         self._workers: list[_Worker] = []
         self._folder = ""
 
@@ -96,7 +99,7 @@ class RankPool:
                     failures.append(f"--- rank {rank} failed ---\n{value}")
             if failures:
                 # The others may wait for the failed one for ever: give them a moment to fail by themselves.
-                deadline = min(deadline, time.monotonic() + 10)
+                deadline = min(deadline, time.monotonic() + 5)
         failures += [f"--- rank {rank} hung ---\n{self._stack(worker)}" for rank, worker in waiting.items()]
         return results, failures
 
@@ -115,7 +118,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="hf_laer_ranks_")
-        context = _context(self.world_size)
+        context = _context(self._fresh)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             stacks = Path(self._folder) / f"stacks-{rank}"
@@ -127,12 +130,8 @@ class RankPool:
             self._workers.append(_Worker(process, ours, stacks))
 
 
-def _context(world_size: int) -> Any:
-    """Forks of one process that has imported everything; three ranks are started anew, each with its own hash seed.
-
-    An order that comes from a set would else be the same on all ranks in every test.
-    """
-    if world_size == 3:
+def _context(fresh: bool) -> Any:
+    if fresh:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import RankFailure
+from tests.pool import RankFailure, RankPool
 from tests.reports import cases_check, cases_faults
 
 LIMIT = 3.0
@@ -120,12 +120,13 @@ def test_checked_training_equals_the_unpatched_model(ranks) -> None:
     ranks(4).run(cases_check.sound, strategy="fsep", group_size=2)
 
 
-def test_a_rank_dies(ranks, tmp_path) -> None:
+def test_a_rank_dies(tmp_path) -> None:
+    """Three ranks: of more, those that never wait for it itself end when the others do."""
     with pytest.raises(RankFailure, match="exit code -9"):
-        ranks(4).run(cases_faults.dies, folder=str(tmp_path))
-    for rank in (0, 2, 3):
+        RankPool(3).run(cases_faults.dies, folder=str(tmp_path))
+    for rank in (0, 2):
         seconds, message = Path(tmp_path, f"{rank}.txt").read_text().split(" ", 1)
-        assert float(seconds) < 10
+        assert float(seconds) < 5
         match = WHERE.match(message)
         assert match, message
         assert (match[1], match[4]) == (str(rank), "model.layers.1.mlp.experts")
