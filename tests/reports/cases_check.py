@@ -45,7 +45,8 @@ def _replan(model: nn.Module) -> None:
             # Under the old one's digest, which the ranks tell each other anyway.
             tuner._current = tuner._current._replace(placements=moved)
     else:
-        engine.config = replace(engine.config, capacity_factor=1.5)
+        for layer in engine.layers.values():
+            layer.config = replace(layer.config, capacity_factor=1.5)
 
 
 def _reorder(model: nn.Module) -> None:

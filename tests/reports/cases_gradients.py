@@ -251,14 +251,14 @@ def _sent_shapes(model: nn.Module) -> list[tuple[int, ...]]:
     engine = get_engine(model)
     assert engine is not None
     tokens_comm, shapes = engine.comms.tokens, []
-    exchange = tokens_comm.all_to_all
+    exchange = tokens_comm.start_all_to_all
 
-    def watch(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    def watch(tensor: torch.Tensor, *args: Any) -> Any:
         if tensor.ndim == 2 and tensor.shape[1] == 34:
             shapes.append(tuple(tensor.shape))
         return exchange(tensor, *args)
 
-    tokens_comm.all_to_all = watch  # type: ignore[method-assign]
+    tokens_comm.start_all_to_all = watch  # type: ignore[method-assign]
     return shapes
 
 
