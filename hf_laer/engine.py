@@ -27,7 +27,7 @@ from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
 from hf_laer.plan import CostModel, compile_kernels
 from hf_laer.plan.owners import chunk_owners
-from hf_laer.plan.types import EMPTY, Placement, Plan, digest_of
+from hf_laer.plan.types import Placement, Plan
 from hf_laer.profile import Profile, read_profile, shipped_profile
 from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
@@ -35,6 +35,7 @@ from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
+from hf_laer.tables import digests, holds, slot_counts, table_of
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
 from hf_laer.tuner import LayerTuner
 
@@ -288,7 +289,7 @@ class Engine:
         plans = self._plans(layer, loads, placements, top_k_index.shape[1])
         planned = time.perf_counter() - started
         if self.config.check_collectives and needs_loads(layer.config):
-            self.comms.weights.agree("plan", _digests(loads, plans))
+            self.comms.weights.agree("plan", digests(loads, plans))
         mine = plans[min(self.comms.weights.rank // tokens.size, len(plans) - 1)]
         group = self._my_rows(loads, tokens.size)
         departure = depart(top_k_index, top_k_weights, mine.split, group[: tokens.rank].sum(0), tokens)
@@ -297,7 +298,7 @@ class Engine:
             self._observe(layer, loads, group, plans, mine, planned)
             if self.watcher is not None:
                 self.watcher(layer.name, self._everyones(counts), top_k_index.shape[-1])
-        routes = make_routes(departure, _slot_counts(mine, tokens.rank), tokens)
+        routes = make_routes(departure, slot_counts(mine, tokens.rank), tokens)
         before = None if self.passes.is_first() else self._before
         run = Run(routes, self._table(plans), top_k_index, micro_batch, before)
         self._before = layer.name, run.table
@@ -331,7 +332,7 @@ class Engine:
             return (tuple(range(layer.spec.num_experts)),) * self.comms.weights.size
         if not relays(layer.config):
             return None
-        return _table_of(self._tuner(layer).layout)
+        return table_of(self._tuner(layer).layout)
 
     @torch.compiler.disable
     def announce(self, model: nn.Module, *_: Any) -> None:
@@ -415,7 +416,7 @@ class Engine:
 
     def _table(self, plans: list[Plan]) -> SlotTable:
         """Per rank that shards the experts, the experts in its slots."""
-        table = _table_of([plan.placement for plan in plans])
+        table = table_of([plan.placement for plan in plans])
         # Under fsdp only this rank's plan is at hand, and all are alike.
         return table if len(table) == self.comms.weights.size else table * self.comms.weights.size
 
@@ -425,7 +426,7 @@ class Engine:
         """Feeds the tuner and the recorder; only ever with a training micro-batch's first forward."""
         if relays(layer.config):
             self._tuner(layer).observe(loads, plans)
-        held = np.concatenate([_holds(plan.placement, layer.spec.num_experts) for plan in plans])
+        held = np.concatenate([holds(plan.placement, layer.spec.num_experts) for plan in plans])
         before = self._held.get(layer.name, held)
         self._held[layer.name] = held
         owner_loads = np.zeros(len(group), np.int64)
@@ -445,34 +446,6 @@ class Engine:
                 strategy=layer.config.strategy,
             )
         )
-
-
-def _holds(placement: Placement, num_experts: int) -> np.ndarray:
-    """bool ``[N, E]``: who holds what."""
-    holds = np.zeros((placement.num_ranks, num_experts), bool)
-    rank, slot = np.nonzero(placement.slots != EMPTY)
-    holds[rank, placement.slots[rank, slot]] = True
-    return holds
-
-
-def _table_of(placements: list[Placement]) -> SlotTable:
-    """The experts in each rank's slots, group after group."""
-    return tuple(tuple(one.held_by(rank).tolist()) for one in placements for rank in range(one.num_ranks))
-
-
-def _digests(loads: np.ndarray, plans: list[Plan]) -> dict[str, str]:
-    """What all ranks must have alike in a plan, each part by a hash."""
-    splits = [part for plan in plans for part in (plan.split.first, plan.split.rank, plan.split.slot, plan.split.end)]
-    parts = {"loads": [loads], "placement": [plan.placement.slots for plan in plans], "split": splits}
-    return {name: digest_of(*arrays)[:12] for name, arrays in parts.items()}
-
-
-def _slot_counts(plan: Plan, rank: int) -> list[int]:
-    """Tokens that the plan gives to each slot of ``rank``."""
-    counts = np.zeros(len(plan.placement.held_by(rank)), np.int64)
-    here = plan.split.rank == rank
-    np.add.at(counts, plan.split.slot[here], plan.split.quotas()[here])
-    return counts.tolist()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -1,0 +1,36 @@
+"""What the engine reads off plans: who holds what, in which slots, how many tokens each gets, and hashes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_laer.plan.types import EMPTY, Placement, Plan, digest_of
+from hf_laer.shard.exchange import SlotTable
+
+
+def holds(placement: Placement, num_experts: int) -> np.ndarray:
+    """bool ``[N, E]``: who holds what."""
+    holds = np.zeros((placement.num_ranks, num_experts), bool)
+    rank, slot = np.nonzero(placement.slots != EMPTY)
+    holds[rank, placement.slots[rank, slot]] = True
+    return holds
+
+
+def table_of(placements: list[Placement]) -> SlotTable:
+    """The experts in each rank's slots, group after group."""
+    return tuple(tuple(one.held_by(rank).tolist()) for one in placements for rank in range(one.num_ranks))
+
+
+def digests(loads: np.ndarray, plans: list[Plan]) -> dict[str, str]:
+    """What all ranks must have alike in a plan, each part by a hash."""
+    splits = [part for plan in plans for part in (plan.split.first, plan.split.rank, plan.split.slot, plan.split.end)]
+    parts = {"loads": [loads], "placement": [plan.placement.slots for plan in plans], "split": splits}
+    return {name: digest_of(*arrays)[:12] for name, arrays in parts.items()}
+
+
+def slot_counts(plan: Plan, rank: int) -> list[int]:
+    """Tokens that the plan gives to each slot of ``rank``."""
+    counts = np.zeros(len(plan.placement.held_by(rank)), np.int64)
+    here = plan.split.rank == rank
+    np.add.at(counts, plan.split.slot[here], plan.split.quotas()[here])
+    return counts.tolist()
