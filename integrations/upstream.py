@@ -1,6 +1,6 @@
 """Every monkey-patch of the Hugging Face stack, in one list.
 
-Accelerate and Transformers have no hook at four places that hf_laer needs. Each :class:`Patch` below says
+Accelerate, Transformers and PEFT have no hook at some places that hf_laer needs. Each :class:`Patch` below says
 what it changes, why, what upstream must look like, and the versions that were read and run. A patch is
 installed when first needed, never by an import, and once only; where upstream no longer looks as expected,
 the error names the versions.
@@ -51,6 +51,10 @@ class Patch:
     why: str
 
 
+_OF_STATE = (
+    *("self", "mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin"),
+    *("megatron_lm_plugin", "parallelism_config", "_from_accelerator", "kwargs"),
+)
 PATCHES = {
     patch.name: patch
     for patch in (
@@ -69,15 +73,21 @@ PATCHES = {
             name="cpu_fsdp",
             package="accelerate",
             target="accelerate.state:AcceleratorState.__init__",
-            parameters=(
-                *("self", "mixed_precision", "cpu", "dynamo_plugin", "deepspeed_plugin"),
-                *("fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"),
-                *("_from_accelerator", "kwargs"),
-            ),
+            parameters=_OF_STATE,
             caller="",
             checked="1.15",
             does="takes the FSDP plugin also where the processes run on CPUs",
             why="the list of distributed types that may become FSDP has every device but the CPU",
+        ),
+        Patch(
+            name="alone",
+            package="accelerate",
+            target="accelerate.state:AcceleratorState.__init__",
+            parameters=_OF_STATE,
+            caller="",
+            checked="1.15",
+            does="refuses a LaerFSDPPlugin in one of several processes that do not know of each other",
+            why="where Accelerate sees one process it drops the plugin without a word, and calls nothing of it again",
         ),
         Patch(
             name="final_norm",
@@ -149,7 +159,7 @@ def install(name: str, wrapper: Function) -> None:
     patch = PATCHES[name]
     holder, attribute = _resolve(patch.target, patch)
     original = getattr(holder, attribute)
-    if getattr(original, _MARK, None) == name:
+    if is_installed(name):
         return
     check(name)
     setattr(holder, attribute, _wrapped(name, original, wrapper))
@@ -173,7 +183,7 @@ def is_installed(name: str) -> bool:
     """Whether the target is replaced now."""
     patch = PATCHES[name]
     holder, attribute = _resolve(patch.target, patch)
-    return getattr(getattr(holder, attribute), _MARK, None) == name
+    return name in getattr(getattr(holder, attribute), _MARK, ())
 
 
 def check(name: str) -> None:
@@ -200,7 +210,8 @@ def _wrapped(name: str, original: Function, wrapper: Function) -> Function:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(replacement, _MARK, name)
+    # Two patches may replace one target, one around the other.
+    setattr(replacement, _MARK, (*getattr(original, _MARK, ()), name))
     return replacement
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType
 from arguments import Settings, parse
 from data import open_dataset
 from progress import ProgressCallback
@@ -34,6 +33,7 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 from upcycle import UpcycleConfig, make_checkpoint
 
 from hf_laer.integrations.accelerate import enable_cpu_fsdp
+from hf_laer.integrations.transformers.validate import check_processes
 from hf_laer.integrations.trl import LaerCallback
 
 logger = logging.getLogger(__name__)
@@ -78,25 +78,6 @@ def make_console(state: PartialState) -> Console:
     if not console.is_terminal:
         console.width = 120
     return console
-
-
-def check_processes(state: PartialState) -> None:
-    """Refuses processes that would each train alone.
-
-    Raises:
-        RuntimeError: The launcher started several processes, and Accelerate sees one.
-    """
-    started = launched_processes()
-    if started > 1 and state.distributed_type == DistributedType.NO:
-        raise RuntimeError(
-            f"The launcher started {started} processes, but each would train alone (DistributedType.NO): use "
-            "accelerate launch with a file of recipes/accelerate, and --use_cpu true where there is no GPU"
-        )
-
-
-def launched_processes() -> int:
-    """How many processes the launcher started, by what it tells each of them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_callback(settings: Settings) -> LaerCallback | None:

@@ -54,9 +54,10 @@ def test_bad_settings() -> None:
 
 
 @pytest.mark.long
-def test_a_short_soak(capsys) -> None:
-    """Two ranks, then one that resumes."""
-    arguments = "soak --strategy fsep --steps 16 --ranks 2 --part 8 --check 2 --evaluate 4"
+@pytest.mark.parametrize("strategy", ["fsep", "none"])
+def test_a_short_soak(strategy: str, capsys) -> None:
+    """Two ranks, then one that resumes; the unpatched model too, whose figures are the stack's own."""
+    arguments = f"soak --strategy {strategy} --steps 16 --ranks 2 --part 8 --check 2 --evaluate 4"
     assert main(arguments.split()) == 0
     out = capsys.readouterr().out
     assert out.count("good") == 4

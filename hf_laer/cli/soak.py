@@ -9,14 +9,16 @@ from rich.table import Table
 
 from hf_laer.config import STRATEGIES
 from hf_laer.soak.run import Line, soak
-from hf_laer.soak.task import Settings
+from hf_laer.soak.task import UNPATCHED, Settings
 
 HELP = "train a tiny model for long under drifting routing, with resumes, and hold each figure to an unpatched model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hf-laer soak``."""
-    parser.add_argument("--strategy", choices=STRATEGIES, default=Settings.strategy)
+    parser.add_argument(
+        "--strategy", choices=(*STRATEGIES, UNPATCHED), default=Settings.strategy, help="none: the unpatched model"
+    )
     parser.add_argument("--steps", type=int, default=Settings.steps, help="optimizer steps (default 2000)")
     parser.add_argument(
         "--ranks", type=int, default=Settings.ranks, help="processes; half of them in every second part"

@@ -16,7 +16,7 @@ from hf_laer.config import LaerConfig
 from hf_laer.plan.types import imbalance
 from hf_laer.shard.exchange import forget_tables
 from hf_laer.soak.shadow import Compared, Shadow, gradients_of, same_state, state_of
-from hf_laer.soak.task import CLIP, Settings, batch, loss_of, optimizer_of, tiny_model
+from hf_laer.soak.task import CLIP, UNPATCHED, Settings, batch, loss_of, optimizer_of, tiny_model
 
 SAMPLE = 10
 
@@ -71,7 +71,7 @@ class Part:
         from hf_laer.integrations.transformers import get_engine
 
         engine = get_engine(self.model)
-        assert engine is not None
+        assert (engine is None) == (self.settings.strategy == UNPATCHED)
         if self.start:
             self._resume()
         for step in range(self.start, self.stop):
@@ -83,7 +83,8 @@ class Part:
                 self.told.evaluations.append(self._evaluate())
             if step % SAMPLE == 0:
                 self.told.memory.append((step, resident_bytes()))
-            self._note(engine.recorder.drain())
+            if engine is not None:
+                self._note(engine.recorder.drain())
         self._save()
         return asdict(self.told)
 
@@ -156,11 +157,10 @@ def _prepared(settings: Settings, ranks: int) -> tuple[Any, Any, Any]:
     """The accelerator, the patched model with activation checkpointing, and its optimizer."""
     from accelerate import Accelerator
 
-    from hf_laer.integrations.accelerate import LaerFSDPPlugin, enable_cpu_fsdp
+    from hf_laer.integrations.accelerate import enable_cpu_fsdp
 
     enable_cpu_fsdp()
-    config = LaerConfig(strategy=settings.strategy, min_tokens_per_gemm=1, imbalance_threshold=1.0)
-    plugin = LaerFSDPPlugin(laer=config, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False)
+    plugin = _plugin(settings.strategy)
     accumulation = settings.streams // ranks
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
     model = tiny_model(settings.seed)
@@ -168,6 +168,20 @@ def _prepared(settings: Settings, ranks: int) -> tuple[Any, Any, Any]:
     switch = "activation_checkpointing_enable"
     getattr(model, switch if hasattr(model, switch) else "gradient_checkpointing_enable")()
     return accelerator, *accelerator.prepare(model, optimizer_of(model))
+
+
+def _plugin(strategy: str) -> Any:
+    """FSDP2 layer by layer, with our experts in it unless the model is to stay unpatched."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from hf_laer.integrations.accelerate import LaerFSDPPlugin
+
+    saving = {"state_dict_type": "SHARDED_STATE_DICT", "cpu_ram_efficient_loading": False}
+    if strategy == UNPATCHED:
+        wrapping: Any = "transformer_based_wrap"
+        return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrapping, **saving)
+    config = LaerConfig(strategy=strategy, min_tokens_per_gemm=1, imbalance_threshold=1.0)
+    return LaerFSDPPlugin(laer=config, **saving)
 
 
 def resident_bytes() -> int:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 VOCABULARY = 61
+# The strategy of a soak whose model is not patched: what the stack itself does over a long run.
+UNPATCHED = "none"
 # Far above rounding: AdamW's first steps are nearly the gradient's sign, and a gradient that is all rounding must not
 # move a weight by a whole learning rate.
 EPSILON = 1e-4
@@ -22,7 +24,7 @@ class Settings:
     """A soak.
 
     Args:
-        strategy: How experts run.
+        strategy: How experts run; ``none`` leaves the model unpatched.
         steps: Optimizer steps in all.
         ranks: Processes; every second part runs on half of them.
         part: Steps between resumes.

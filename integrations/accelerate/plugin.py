@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from hf_laer.config import LaerConfig
+from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.hook import install_hook
 from hf_laer.integrations.transformers import patch_model
+from hf_laer.integrations.transformers.validate import check_processes
 
 
 @dataclass
@@ -26,7 +30,8 @@ class LaerFSDPPlugin(FullyShardedDataParallelPlugin):
     is read from the launcher's ``FSDP_*`` variables.
 
     Raises:
-        ValueError: ``fsdp_version`` is 1.
+        ValueError: ``fsdp_version`` is 1. ``Accelerator`` raises one where the launcher started several processes and
+            Accelerate sees one.
 
     Example::
 
@@ -47,6 +52,7 @@ class LaerFSDPPlugin(FullyShardedDataParallelPlugin):
         if wrapping is None and getattr(self, "auto_wrap_policy", None) is None:  # the launcher names none
             self.auto_wrap_policy = transformer_auto_wrap_policy
         install_hook()
+        upstream.install("alone", _refuse_alone)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Patches ``model``, then finds its layers.
@@ -56,3 +62,10 @@ class LaerFSDPPlugin(FullyShardedDataParallelPlugin):
         """
         patch_model(model, self.laer)
         super().set_auto_wrap_policy(model)
+
+
+def _refuse_alone(original: upstream.Function, state: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+    """``AcceleratorState.__init__``, which drops the plugin where it sees but one process."""
+    original(state, *args, **kwargs)
+    if isinstance(kwargs.get("fsdp_plugin"), LaerFSDPPlugin):
+        check_processes(state)

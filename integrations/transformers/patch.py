@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from accelerate.state import PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,7 @@ from hf_laer.integrations.transformers.checkpointing import tape_model, untape_m
 from hf_laer.integrations.transformers.experts import mark, mark_of, register, unmark
 from hf_laer.integrations.transformers.families import experts_modules, spec_of
 from hf_laer.integrations.transformers.optimizers import follow
-from hf_laer.integrations.transformers.validate import check_model
+from hf_laer.integrations.transformers.validate import check_model, check_processes
 from hf_laer.integrations.transformers.wrappers import watch_wrappers
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
         The model.
 
     Raises:
-        ValueError: The model has no such layer, or something in it cannot be patched; the message names the cure.
+        ValueError: The model has no such layer, or something in it cannot be patched; or Accelerate, set up already,
+            sees one process where the launcher started several. The message names the cure.
         RuntimeError: It is patched otherwise already, or was prepared before it was patched.
 
     From then on ``DistributedDataParallel``, ``DataParallel``, FSDP version 1 and DeepSpeed refuse to wrap the model.
@@ -48,6 +50,8 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
     if engine is not None:
         return _patched_again(model, engine, config, mesh)
     check_model(model)
+    if mesh is None:
+        _check_processes()
     modules = experts_modules(model)
     for name, module in modules.items():
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -113,6 +117,12 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     if engine is None:
         raise ValueError("the model is not patched: call patch_model first")
     return {home.parameter for layer in engine.layers.values() for home in layer.homes.values()}
+
+
+def _check_processes() -> None:
+    """Where Accelerate is set up already, it must not think itself alone."""
+    if PartialState._shared_state:
+        check_processes(PartialState())
 
 
 def _patched_again(model: nn.Module, engine: Engine, config: LaerConfig, mesh: DeviceMesh | None) -> nn.Module:

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import get_int_from_env
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_laer.integrations.transformers.families import ADAPTED, adapted_experts, is_experts
 
+# Where launchers say how many processes they started.
+_LAUNCHED = ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "WORLD_SIZE"]
 _QUANTIZED_CLASSES = ("Mxfp4GptOssExperts", "FP8Experts")
 _QUANTIZED_PARAMETERS = ("Params4bit", "Int8Params")
 _MOE_NAMES = re.compile(r"experts|sparsemlp|moe(block)?$", re.IGNORECASE)
@@ -84,7 +87,7 @@ def check_state(state: Any) -> None:
     _check_parallelism(getattr(state, "parallelism_config", None))
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
     if kind == "NO":
-        _check_alone()
+        check_processes(state)
     elif kind != "FSDP":
         raise ValueError(
             f"Accelerate's distributed_type is {kind}: hf_laer shards the experts inside FSDP2. Set "
@@ -97,6 +100,27 @@ def check_state(state: Any) -> None:
             f"fsdp_version={state.fsdp_plugin.fsdp_version}: FSDP version 1 flattens the experts into one "
             "tensor. Set fsdp_version: 2 (fsdp_config={'version': 2} in the training arguments, "
             "FullyShardedDataParallelPlugin(fsdp_version=2) in code)"
+        )
+
+
+def check_processes(state: Any) -> None:
+    """Refuses one of several processes that do not know of each other: each would train alone, and none would say so.
+
+    Args:
+        state: A ``PartialState`` or ``AcceleratorState``.
+
+    Raises:
+        ValueError: The launcher started several processes, and Accelerate sees one.
+    """
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    started = max(get_int_from_env(_LAUNCHED, 1), torch.distributed.get_world_size() if joined else 1)
+    kind = getattr(state.distributed_type, "value", str(state.distributed_type))
+    if kind == "NO" and started > 1:
+        raise ValueError(
+            f"Accelerate's distributed_type is NO in one of {started} processes: each would train alone. Where there "
+            "is no GPU, ask for the CPU: use_cpu: true in the file that accelerate launch is given, use_cpu=True in "
+            "the training arguments (--use_cpu true), or Accelerator(cpu=True); where there are GPUs, start the "
+            "processes by accelerate launch or torchrun, which set LOCAL_RANK"
         )
 
 
@@ -268,16 +292,6 @@ def _check_parallelism(config: Any) -> None:
                 f"with {what} parallelism. Set {name}_size=1 and give the ranks to dp_shard_size or "
                 "dp_replicate_size"
             )
-
-
-def _check_alone() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"Accelerate's distributed_type is NO in one of {distributed.get_world_size()} processes: each "
-            "would train alone. Where there is no GPU, set use_cpu=True in the training arguments "
-            "(Accelerator(cpu=True))"
-        )
 
 
 def _is_hub_stream(dataset: Any) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from hf_laer import patch_model
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.transformers import get_engine
-from hf_laer.integrations.transformers.validate import check_state
+from hf_laer.integrations.transformers.validate import check_processes, check_state
 from hf_laer.telemetry.record import LayerRecord
+from tests.engine.cases import world_mesh
 from tests.integrations import rig
 from tests.models import repeatable, tiny_model
 
@@ -233,10 +235,25 @@ def conflicting_plugin() -> None:
 
 
 def processes_that_train_alone() -> None:
-    """Several processes with ``DistributedType.NO`` are refused."""
+    """Several processes of which Accelerate sees one each, since nobody asked for the CPU, are refused."""
     state = SimpleNamespace(distributed_type=DistributedType.NO, parallelism_config=None)
     with pytest.raises(ValueError, match=r"NO in one of 2 processes.*use_cpu=True"):
         check_state(state)
+    with rig.fresh_accelerate():
+        refused_alone()
+        # With a mesh Accelerate is not needed.
+        patch_model(tiny_model("qwen3_moe"), mesh=world_mesh())
+
+
+def refused_alone() -> None:
+    """One of two processes that Accelerate does not know of: by the plugin, by ``patch_model``, by the recipes."""
+    alone = r"NO in one of 2 processes: each would train alone.*use_cpu: true.*Accelerator\(cpu=True\)"
+    with pytest.raises(ValueError, match=alone):
+        Accelerator(fsdp_plugin=LaerFSDPPlugin())
+    with pytest.raises(ValueError, match=alone):
+        patch_model(tiny_model("qwen3_moe"))
+    with pytest.raises(ValueError, match=alone):
+        check_processes(PartialState())
 
 
 def ddp_in_a_plain_loop() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from datasets import Dataset
@@ -21,7 +22,13 @@ from hf_laer import LaerConfig, patch_model
 from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate import LaerFSDPPlugin, enable_cpu_fsdp
 from hf_laer.integrations.accelerate.hook import check_offload_group
-from hf_laer.integrations.transformers.validate import check_arguments, check_loader, check_model, check_state
+from hf_laer.integrations.bench.fresh import fresh_accelerate
+from hf_laer.integrations.transformers.validate import (
+    check_arguments,
+    check_loader,
+    check_model,
+    check_state,
+)
 from hf_laer.integrations.trl import LaerCallback
 from tests.integrations import cases, cases_trl
 from tests.models import tiny_model
@@ -211,6 +218,23 @@ def test_plugin_is_fsdp2_by_default() -> None:
     assert isinstance(plugin, FullyShardedDataParallelPlugin)
     assert plugin.fsdp_version == 2
     assert plugin.laer == LaerConfig()
+
+
+def test_processes_that_would_each_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that does not say LOCAL_RANK: Accelerate sees one process, and forgets the plugin."""
+    # Training arguments of earlier tests may have said the one, and made a state.
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for variable in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        for started in ("1", "2"):
+            monkeypatch.setenv(variable, started)
+            with fresh_accelerate():
+                if started == "1":
+                    assert Accelerator(fsdp_plugin=LaerFSDPPlugin()).distributed_type == DistributedType.NO
+                    patch_model(tiny_model("qwen3_moe"))
+                else:
+                    cases.refused_alone()
+            monkeypatch.delenv(variable)
 
 
 @pytest.mark.parametrize(
