@@ -63,7 +63,7 @@ class LayerTuner:
         start = [
             initial_placement(num_experts, len(group), room) for group, room in zip(groups, self._slots, strict=True)
         ]
-        self._current = _version(0, start)
+        self._current = version_of(0, start)
         self._ready: deque[Version] = deque()
         self._under_way: deque[Future[Version]] = deque()
 
@@ -159,7 +159,7 @@ class LayerTuner:
             self._forecaster.history.extend(totals)
             self._placed_for = np.array(memory.get("placed_for", self._placed_for), np.int64)
         if [table.shape for table in tables] == [p.slots.shape for p in self._current.placements]:
-            self._current = _version(self._seen, [Placement(table) for table in tables])
+            self._current = version_of(self._seen, [Placement(table) for table in tables])
         elif self._forecaster.history:
             self._placed_for = self._forecaster.expected()
             self._current = self._work_out(self._seen, self._placed_for, self._forecaster.hedge)
@@ -169,10 +169,11 @@ class LayerTuner:
             fsep_placement(expected[at], len(group), room, ranks_per_node=self._ranks_per_node, hedge_permille=hedge)
             for at, (group, room) in enumerate(zip(self._groups, self._slots, strict=True))
         ]
-        return _version(number, placements)
+        return version_of(number, placements)
 
 
-def _version(number: int, placements: list[Placement]) -> Version:
+def version_of(number: int, placements: list[Placement]) -> Version:
+    """The version with its digest."""
     sha = hashlib.sha256()
     for placement in placements:
         sha.update(np.ascontiguousarray(placement.slots).tobytes())

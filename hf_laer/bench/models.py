@@ -62,6 +62,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "max_position_embeddings": 64,
     },
+    "tiny-gpt-oss": {
+        "family": "gpt_oss",
+        "vocab_size": 67,
+        "hidden_size": 36,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 18,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    },
 }
 
 

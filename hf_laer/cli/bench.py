@@ -8,12 +8,12 @@ import importlib.util
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.cli import bench_kernels, bench_layer, bench_sft
+from hf_laer.cli import bench_kernels, bench_layer, bench_sft, bench_suite
 from hf_laer.sim.bench import TARGETS, compile_seconds, drift_table, method_table, timings
 
 HELP = (
     "measure planners (balance on drifting loads, time per plan), kernels on one device, one MoE layer or whole "
-    "training steps on all ranks"
+    "training steps on all ranks, or the papers' own comparisons"
 )
 
 
@@ -26,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_layer.add_arguments(layer)
     sft = subjects.add_parser("sft", help="whole training steps, us and rivals, on all ranks of torchrun")
     bench_sft.add_arguments(sft)
+    suite = subjects.add_parser("suite", help="the papers' own comparisons on this host's GPUs, resumable")
+    bench_suite.add_arguments(suite)
     plan = subjects.add_parser("plan", help="planners, on this machine's CPU")
     plan.add_argument("--steps", type=int, default=30, help="steps of drifting loads (default 30)")
     plan.add_argument("--layers", type=int, default=2, help="independent draws (default 2)")
@@ -34,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measures one subject and prints its tables."""
-    subjects = {"kernels": bench_kernels.run, "layer": bench_layer.run, "sft": bench_sft.run, "plan": _run_plan}
-    return subjects[args.subject](args, console)
+    benches = {"kernels": bench_kernels, "layer": bench_layer, "sft": bench_sft, "suite": bench_suite}
+    return _run_plan(args, console) if args.subject == "plan" else benches[args.subject].run(args, console)
 
 
 def _run_plan(args: argparse.Namespace, console: Console) -> int:

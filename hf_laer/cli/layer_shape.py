@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hf_laer.bench.layer import LAYERS, LayerShape
+from hf_laer.bench.routing import KNOWN
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +14,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("experts", "hidden", "intermediate", "top-k"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank (default 8192)")
-    parser.add_argument("--routing", default="balanced,95:4", help="balanced, zipf, R:h; comma separated")
+    parser.add_argument("--routing", default="balanced,95:4", help=f"{KNOWN}; comma separated")
     parser.add_argument("--iterations", type=int, default=8, help="timed iterations (default 8)")
 
 

@@ -38,13 +38,19 @@ def joined() -> Iterator[torch.device]:
 def write_figures(path: Path, figures: dict[str, Any]) -> None:
     """Figures and versions as JSON, written aside, then renamed."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    about = {"ranks": ranks, "torch": str(torch.__version__), "hf_laer": _version("hf_laer")}
+    about = {"ranks": ranks, "torch": str(torch.__version__), "hf_laer": version_of("hf_laer")}
+    write_aside(path, json.dumps(about | figures, indent=2))
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Writes a file aside, then renames it."""
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(json.dumps(about | figures, indent=2), encoding="utf-8")
+    aside.write_text(text, encoding="utf-8")
     aside.replace(path)
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version; ``None`` where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class Layer:
-    """One of figure 4's layers: 8 ranks, forward only."""
+    """One of figure 4's layers: published for 8 ranks, forward only."""
 
     name: str
     experts: int
@@ -29,10 +29,10 @@ class Layer:
     top_k: int
     tokens: int
 
-    def loads(self, share: float, hot: int) -> np.ndarray:
-        """int64 ``[8, E]``: ``share`` of all choices on the first ``hot`` experts (rank 0's), the rest even."""
+    def loads(self, share: float, hot: int, ranks: int = 8) -> np.ndarray:
+        """int64 ``[N, E]``: ``share`` of all choices on the first ``hot`` experts (rank 0's), the rest even."""
         total = self.tokens * self.top_k
-        loads = np.full((8, self.experts), round(total * (1 - share) / max(1, self.experts - hot)))
+        loads = np.full((ranks, self.experts), round(total * (1 - share) / max(1, self.experts - hot)))
         loads[:, :hot] = round(total * share / max(1, hot))
         return loads.astype(np.int64)
 

@@ -22,8 +22,12 @@ BEFORE, STATIC, AFTER = "#d95f02", "#999999", "#1b9e77"
 
 def save_picture(records: Sequence[LayerRecord], path: str | Path, *, layer: str | None = None) -> Path:
     """Draws :func:`load_figure` into a file (PNG, SVG or PDF by its suffix), aside first, then renamed."""
+    return save_figure(load_figure(records, layer=layer), path)
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Writes a figure, aside first, then renamed."""
     path = Path(path)
-    figure = load_figure(records, layer=layer)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.stem}.tmp{path.suffix}")
     figure.savefig(aside, dpi=130)

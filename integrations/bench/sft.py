@@ -12,7 +12,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_laer.bench.models import FSDP2, MODELS, NATIVE, Job
-from hf_laer.bench.routing import routing
+from hf_laer.bench.routing import changes, routings
 from hf_laer.config import LaerConfig
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.bench import native_ep
 from hf_laer.integrations.bench.fresh import fresh_accelerate
 from hf_laer.integrations.transformers.families import is_experts
+
+WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -63,24 +67,47 @@ def train(job: Job, contender: str, scenario: str, device: torch.device) -> Trai
     Raises:
         ValueError: The contender needs a newer Transformers.
     """
+    with prepared(job, contender, device) as trained:
+        return trained(scenario)
+
+
+@contextmanager
+def prepared(job: Job, contender: str, device: torch.device) -> Iterator[Callable[[str], Trained]]:
+    """One contender, ready to be trained under one routing after another. Collective over the world.
+
+    Raises:
+        ValueError: The contender needs a newer Transformers.
+    """
     _give_back()
     with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         model, optimizer, backward = _prepared(job, contender, device, Path(folder))
-        _force(model, scenario)
+        forced = ForcedRouting(model, job.steps + WARM_UP)
         if job.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         vocabulary = model.config.vocab_size
         generator = torch.Generator().manual_seed(dist.get_rank())
         ids = torch.randint(0, vocabulary, (job.rows, job.length), generator=generator).to(device)
-        return _timed(job, contender, scenario, device, lambda: _step(model, optimizer, backward, ids))
+
+        def trained(scenario: str) -> Trained:
+            forced.begin(scenario)
+            return _timed(job, contender, scenario, device, lambda: _step(model, optimizer, backward, ids, forced))
+
+        yield trained
 
 
-def _step(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], None], ids: torch.Tensor) -> float:
+def _step(
+    model: nn.Module,
+    optimizer: Any,
+    backward: Callable[[torch.Tensor], None],
+    ids: torch.Tensor,
+    forced: ForcedRouting,
+) -> torch.Tensor:
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     backward(loss)
     optimizer.step()
     optimizer.zero_grad()
+    forced.step += 1
     return loss.detach()
 
 
@@ -88,13 +115,13 @@ def _timed(job: Job, contender: str, scenario: str, device: torch.device, step: 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, loss = [], torch.zeros(())
-    for _ in range(job.steps + 3):
+    for _ in range(job.steps + WARM_UP):
         dist.barrier()
         start = _now(device)
         loss = step()
         seconds.append(_now(device) - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    worst = torch.tensor([statistics.median(seconds[3:]), peak], dtype=torch.float64, device=device)
+    worst = torch.tensor([statistics.median(seconds[WARM_UP:]), peak], dtype=torch.float64, device=device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     slowest, peak = worst.tolist()
     return Trained(contender, scenario, slowest * 1e3, job.rows * job.length / slowest, peak, float(loss))
@@ -168,22 +195,47 @@ def _optimizer(model: nn.Module, device: torch.device, **settings: Any) -> torch
     return torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda" or None, **settings)
 
 
-def _force(model: nn.Module, scenario: str) -> None:
-    """Replaces the routers' choices, not their weights."""
-    rank, made = dist.get_rank(), {}
+class ForcedRouting:
+    """Replaces the routers' choices, not their weights.
 
-    def chosen(router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    Args:
+        model: The model.
+        steps: Steps after which routing that changes starts over.
+
+    Attributes:
+        step: The step that runs; a recompute finds the routing of its forward.
+
+    Raises:
+        ValueError: The model has no routers.
+    """
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        self.step, self._steps, self._scenario = 0, steps, "balanced"
+        self._made: dict[tuple[int, torch.Size], list[torch.Tensor]] = {}
+        routers = [module for block in model.modules() for module in _routers(block)]
+        if not routers:
+            raise ValueError("no router was found beside the experts")
+        for at, router in enumerate(routers):
+            router.register_forward_hook(partial(self._chosen, at))
+
+    def begin(self, scenario: str) -> None:
+        """From here on, choices are that scenario's."""
+        self.step, self._scenario = 0, scenario
+        self._made.clear()
+
+    def _chosen(
+        self, layer: int, router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         logits, scores, index = output
-        if index.shape not in made:
-            found = routing(scenario, len(index), logits.shape[-1], index.shape[1], rank, index.device)
-            made[index.shape] = found.to(index.dtype)
-        return logits, scores, made[index.shape]
-
-    routers = [module for block in model.modules() for module in _routers(block)]
-    if not routers:
-        raise ValueError("no router was found beside the experts")
-    for router in routers:
-        router.register_forward_hook(chosen)
+        # Layers differ only where routing changes.
+        key = layer if changes(self._scenario) else 0, index.shape
+        if key not in self._made:
+            sizes = len(index), logits.shape[-1], index.shape[1]
+            here = dist.get_rank(), dist.get_world_size(), index.device, self._steps
+            made = routings(self._scenario, sizes, *here, layer=layer)
+            self._made[key] = [chosen.to(index.dtype) for chosen in made]
+        series = self._made[key]
+        return logits, scores, series[self.step % len(series)]
 
 
 def _routers(block: nn.Module) -> Iterator[nn.Module]:

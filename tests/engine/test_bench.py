@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_laer.bench.layer import LayerShape, _contender
+from hf_laer.bench.layer import Bench, LayerShape
 from hf_laer.bench.routing import routing
 from hf_laer.cli.bench_layer import ALL_RIVALS
 from hf_laer.cli.main import main
@@ -22,38 +22,50 @@ WHO = ["--contenders", "auto,llep,fsep+llep,hf_a2a,fsdp_gather,gemm"]
 def run_command(path: str) -> int:
     """The command on every rank of a pool."""
     return main(
-        ["bench", "layer", *SMALL, "--routing", "balanced,80:2,zipf", *WHO, "--iterations", "2", "--json", path]
+        [
+            "bench",
+            "layer",
+            *SMALL,
+            "--routing",
+            "balanced,80:2,zipf,drift:0.9",
+            *WHO,
+            "--iterations",
+            "2",
+            "--json",
+            path,
+        ]
     )
 
 
 def rival_equals_engine(name: str) -> None:
-    """A rival and FSDP's corner: output and input gradient."""
+    """A rival and FSDP's corner: output and input gradient; also where tokens name an expert twice."""
     shape = LayerShape(experts=6, hidden=8, intermediate=12, top_k=2, tokens=32)
-    run, _, engine = _contender(shape, "fsdp", torch.device("cpu"), torch.float32)
-    rival, _, _ = _contender(shape, name, torch.device("cpu"), torch.float32, ALL_RIVALS)
-    assert engine is not None
+    bench = Bench(shape, torch.device("cpu"), torch.float32, ALL_RIVALS)
+    ours, rival = bench.contender("fsdp"), bench.contender(name)
+    assert ours.engine is not None
     rank, size = dist.get_rank(), dist.get_world_size()
-    homes = engine.layers["experts"].homes
-    for weight, name in zip(rival.parameters, ("gate_up_proj", "down_proj"), strict=True):
+    homes = ours.engine.layers["experts.0"].homes
+    for weight, name in zip(rival.weights, ("gate_up_proj", "down_proj"), strict=True):
         full = homes[name].parameter.detach().full_tensor()
         weight.data = full.chunk(size)[rank].clone()
-    index = routing("zipf", shape.tokens, shape.experts, shape.top_k, rank, torch.device("cpu"))
-    hidden, gates = torch.randn(shape.tokens, shape.hidden), torch.rand(index.shape)
-    results = []
-    for contender in (run, rival):
-        leaf = hidden.clone().requires_grad_()
-        out = contender(leaf, index, gates)
-        out.square().sum().backward()
-        results.append((out.detach(), leaf.grad))
-    for ours, theirs in zip(*results, strict=True):
-        assert_close(ours, theirs, "rival")
+    for scenario in ("zipf", "choices:80:1"):
+        index = routing(scenario, shape.tokens, shape.experts, shape.top_k, rank, torch.device("cpu"))
+        hidden, gates = torch.randn(shape.tokens, shape.hidden), torch.rand(index.shape)
+        results = []
+        for contender in (ours, rival):
+            leaf = hidden.clone().requires_grad_()
+            out = contender.run(leaf, [index], gates)
+            out.square().sum().backward()
+            results.append((out.detach(), leaf.grad))
+        for us, them in zip(*results, strict=True):
+            assert_close(us, them, f"rival, {scenario}")
 
 
 def test_bench_layer(ranks, tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     assert ranks(2).run(run_command, path=str(path)) == [0, 0]
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 18
+    assert len(rows) == 24
     assert all(row["step_ms"] > 0 for row in rows)
     hot = next(row for row in rows if row["contender"] == "llep" and row["routing"] == "80:2")
     assert hot["imbalance_before"] > 1.3

@@ -14,7 +14,7 @@ from torch import nn
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.plan.types import Placement
-from hf_laer.tuner import _version
+from hf_laer.tuner import version_of
 from tests.engine.cases import (
     average_dense_gradients,
     batch_of,
@@ -41,7 +41,7 @@ def place(model: nn.Module, slots: list[list[int]]) -> None:
     engine = engine_of(model)
     for layer in engine.layers.values():
         tuner = engine._tuner(layer)
-        tuner._current = _version(0, [Placement(np.array(slots, np.int64))])
+        tuner._current = version_of(0, [Placement(np.array(slots, np.int64))])
 
 
 def layouts_of(model: nn.Module) -> list[Any]:

@@ -1,0 +1,88 @@
+"""How long a rank's products wait for tokens: a communicator that takes the time of another one's exchanges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_laer.comm.base import Communicator, Pending
+
+
+class Mark:
+    """A moment on the current stream, or on the host where there is no GPU."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._seconds = time.perf_counter()
+        if is_cuda:
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def until(self, other: Mark) -> float:
+        """Milliseconds; the device must be done."""
+        if self._event is not None and other._event is not None:
+            return float(self._event.elapsed_time(other._event))
+        return (other._seconds - self._seconds) * 1e3
+
+
+@dataclass(frozen=True)
+class _Timed:
+    pending: Pending
+    marks: list[tuple[Mark, Mark]]
+    is_cuda: bool
+
+    def wait(self) -> torch.Tensor:
+        begin = Mark(self.is_cuda)
+        arrived = self.pending.wait()
+        self.marks.append((begin, Mark(self.is_cuda)))
+        return arrived
+
+
+class Stopwatch:
+    """Another :class:`~hf_laer.comm.base.Communicator` whose all-to-alls are timed.
+
+    An exchange counts from when the stream comes to it until it goes on: what is waited for, the other ranks' lateness
+    included, and nothing that happens meanwhile.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.size, self.rank = inner, inner.size, inner.rank
+        self._marks: list[tuple[Mark, Mark]] = []
+
+    def milliseconds(self, calls: int = 2) -> float:
+        """Of the mean call since the last time, the first of ``calls`` like ones left out; waits for the device."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        marks = self._marks[len(self._marks) // calls :]
+        self._marks.clear()
+        return sum(begin.until(end) for begin, end in marks) / (calls - 1)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The other's."""
+        return self.inner.all_gather(tensor)
+
+    def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """The other's, timed."""
+        begin = Mark(tensor.is_cuda)
+        arrived = self.inner.all_to_all(tensor, send, receive)
+        self._marks.append((begin, Mark(tensor.is_cuda)))
+        return arrived
+
+    def start_all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """The other's; its wait is timed."""
+        return _Timed(self.inner.start_all_to_all(tensor, send, receive), self._marks, tensor.is_cuda)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The other's."""
+        return self.inner.all_reduce(tensor)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The other's."""
+        return self.inner.to_host(tensor)
+
+    def agree(self, what: str, parts: Mapping[str, str]) -> None:
+        """The other's."""
+        self.inner.agree(what, parts)
