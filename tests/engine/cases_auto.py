@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from hf_laer import LaerConfig, patch_model
 from hf_laer.choice import choose
 from hf_laer.cli.main import main
+from hf_laer.config import STRATEGIES
 from hf_laer.integrations.transformers import get_engine
+from hf_laer.profile import shipped_profile
 from tests.engine import cases
 from tests.models import tiny_model
 
@@ -43,7 +47,7 @@ def mixed(strategies: list[str], layers: int, checkpointing: bool = False, **con
     """
     settings = {"strategy": "auto", "history": 1, **config}
     slots = -(-7 // (config.get("group_size") or dist.get_world_size()))
-    with mock.patch("hf_laer.engine.choose", _in_turn(strategies)):
+    with choosing(strategies):
         return cases.equal_to_unpatched(
             "qwen3_moe",
             {**settings, "slots_per_rank": slots},
@@ -53,7 +57,20 @@ def mixed(strategies: list[str], layers: int, checkpointing: bool = False, **con
         )
 
 
-def _in_turn(strategies: list[str]) -> Any:
+@contextmanager
+def choosing(strategies: Sequence[str]) -> Iterator[None]:
+    """Inside, ``auto`` chooses one strategy by a profile under which no other pays, or several, layer by layer."""
+    if len(strategies) == 1:
+        host = {one: float(one not in strategies) for one in STRATEGIES if one != "auto"}
+        profile = dataclasses.replace(shipped_profile("cpu"), host_seconds=host)
+        with mock.patch("hf_laer.engine.shipped_profile", return_value=profile):
+            yield
+        return
+    with mock.patch("hf_laer.engine.choose", _in_turn(strategies)):
+        yield
+
+
+def _in_turn(strategies: Sequence[str]) -> Any:
     def chosen(config: LaerConfig, layers: Any, *arguments: Any, **keywords: Any) -> dict[str, LaerConfig]:
         settled = choose(config, layers, *arguments, **keywords)
         turns = zip(settled, itertools.cycle(strategies), strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -187,21 +188,27 @@ Gradients = dict[str, torch.Tensor]
 
 
 def half_precision(
-    family: str, strategy: str, steps: int = 6, changes: dict[str, Any] | None = None
+    family: str,
+    strategy: str,
+    steps: int = 6,
+    changes: dict[str, Any] | None = None,
+    make: Callable[..., nn.Module] = tiny_model,
+    **config: Any,
 ) -> dict[str, tuple[float, float]]:
     """Errors of bf16 gradients against fp32, the unpatched model's and ours, by parameter, over several batches."""
-    start, expected_steps = _half_expected(family, steps, tuple(sorted((changes or {}).items())))
-    model = tiny_model(family, dtype=torch.bfloat16, **(changes or {}))
+    start, expected_steps = _half_expected(make, family, steps, tuple(sorted((changes or {}).items())))
+    model = make(family, dtype=torch.bfloat16, **(changes or {}))
     model.load_state_dict(start)
-    patched(model, strategy=strategy)
+    patched(model, strategy=strategy, **config)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # A handful of numbers has no statistics: tensors that small count together.
-    keys = {name: name if p.numel() >= 32 else "small" for name, p in model.named_parameters()}
+    keys = {name: name if p.numel() >= 32 else "small" for name, p in trained.items()}
     squares = {key: [0.0, 0.0, 0.0] for key in keys.values()}
     for step, (want, theirs) in enumerate(expected_steps):
         model.zero_grad()
         loss_of(model, batch_of(dist.get_rank(), step, MANY)).backward()
         average_dense_gradients(model)
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained.items():
             for at, grad in enumerate((theirs[name], full(parameter.grad))):
                 squares[keys[name]][at] += float((grad.float() - want[name]).square().sum())
             squares[keys[name]][2] += float(want[name].square().sum())
@@ -210,11 +217,11 @@ def half_precision(
 
 @lru_cache(maxsize=16)
 def _half_expected(
-    family: str, steps: int, changes: tuple[tuple[str, Any], ...]
+    make: Callable[..., nn.Module], family: str, steps: int, changes: tuple[tuple[str, Any], ...]
 ) -> tuple[Gradients, list[tuple[Gradients, Gradients]]]:
     """The unpatched model's bf16 weights, and for each step its gradients in fp32 and in bf16; computed once."""
-    exact = tiny_model(family, **dict(changes))
-    plain = tiny_model(family, dtype=torch.bfloat16, **dict(changes))
+    exact = make(family, **dict(changes))
+    plain = make(family, dtype=torch.bfloat16, **dict(changes))
     plain.load_state_dict(exact.state_dict())
     exact.load_state_dict(plain.state_dict())
     both = [tuple(reference_gradients(model, step, MANY)[1] for model in (exact, plain)) for step in range(steps)]

@@ -28,7 +28,7 @@ _REFERENCES: dict[str, dict[str, Any]] = {}
 
 def eager(**settings: Any) -> LaerConfig:
     """A config under which even a tiny batch spills and moves experts."""
-    if settings.get("strategy", "").startswith("fsep"):
+    if settings.get("strategy", "").startswith(("fsep", "auto")):
         # As little room as up to 8 experts allow: with more, the exact split may level the ranks and nothing moves.
         settings.setdefault("slots_per_rank", -(-8 // dist.get_world_size()) if dist.is_initialized() else None)
     return LaerConfig(**{"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0, "history": 1, **settings})

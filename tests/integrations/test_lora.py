@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine import cases_edges
 from tests.integrations import cases_lora
 
 STRATEGIES = ("ep", "llep", "fsep", "fsdp")
@@ -76,6 +77,50 @@ def test_trains(ranks, strategy: str, family: str, checkpointing: bool) -> None:
 def test_trains_everywhere(ranks, world_size: int, strategy: str, family: str, checkpointing: bool) -> None:
     counts = ranks(world_size).run(cases_lora.trains, family=family, strategy=strategy, checkpointing=checkpointing)
     check(counts, strategy, world_size)
+
+
+MESHES = {
+    "replicas": {"parallelism": (2, 2), "slots_per_rank": 4},
+    "groups": {"group_size": 2, "slots_per_rank": 4},
+    "groups in replicas": {"parallelism": (2, 2), "group_size": 1, "slots_per_rank": 7},
+}
+
+# Every strategy on every kind of mesh, the families in turn.
+PARTS = [
+    (mesh, strategy, FAMILIES[(row + column + 2) % 3])
+    for row, mesh in enumerate(MESHES)
+    for column, strategy in enumerate(("fsep", "llep", "ep", "fsep+llep", "fsdp"))
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "family"),
+    [pytest.param(*way, marks=() if way == PARTS[0] else pytest.mark.long) for way in PARTS],
+)
+def test_trains_on_parts_of_the_ranks(ranks, mesh: str, strategy: str, family: str) -> None:
+    counts = ranks(4).run(cases_lora.trains, family=family, strategy=strategy, **MESHES[mesh])
+    # Replicas and groups have loads of their own.
+    assert {count["records"] for count in counts} == {2 * 2 * 10}
+    if strategy in MOVES and mesh != "groups in replicas":
+        assert max(count[MOVES[strategy]] for count in counts) > 0, "nothing moved: the test proved nothing"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_gradients(ranks, strategy: str, family: str) -> None:
+    arguments = {"family": family, "strategy": strategy, "steps": 12, "make": cases_lora.adapted_in}
+    for name, (theirs, ours) in ranks(2).run(cases_edges.half_precision, **arguments)[0].items():
+        assert ours <= 1.5 * theirs + 1e-3, f"{name}: {ours:.2e} against unpatched PEFT's {theirs:.2e}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [None, "replicas", "groups"])
+@pytest.mark.parametrize(("strategy", "family"), [("llep", "qwen3_moe"), ("fsep", "gpt_oss")])
+def test_trains_in_bf16(ranks, strategy: str, family: str, mesh: str | None) -> None:
+    settings = MESHES[mesh] if mesh else {}
+    counts = ranks(4 if mesh else 2).run(cases_lora.trains_in_bf16, family=family, strategy=strategy, **settings)
+    assert max(count[MOVES[strategy]] for count in counts) > 0, "nothing moved: the test proved nothing"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -26,6 +26,7 @@ from hf_laer import patch_model
 from hf_laer.integrations.accelerate import LaerFSDPPlugin, save_state
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.integrations.trl import LaerCallback
+from tests.engine.cases_auto import choosing
 from tests.integrations import rig, rig_trl
 from tests.integrations.cases import counted
 from tests.models import assert_close, tiny_model, tokens
@@ -49,11 +50,22 @@ class Shared(rig.Loop):
 
 
 def shared(strategy: str | None, kind: str = KINDS[1], **settings: Any) -> Shared:
-    """The loop under a strategy, or unpatched."""
+    """The loop under a strategy, or unpatched; ``auto:fsep,llep`` is ``auto`` that chooses these, layer by layer."""
     if strategy is None:
         return Shared("qwen3_moe", rig.fsdp_plugin(state_dict_type=kind), **settings)
-    laer = rig.eager(strategy=strategy)
-    return Shared("qwen3_moe", rig.fsdp_plugin(LaerFSDPPlugin, state_dict_type=kind, laer=laer), **settings)
+    name, _, chosen = strategy.partition(":")
+    plugin = rig.fsdp_plugin(LaerFSDPPlugin, state_dict_type=kind, laer=rig.eager(strategy=name))
+    if name != "auto":
+        return Shared("qwen3_moe", plugin, **settings)
+    wanted = chosen.split(",")
+    with choosing(wanted):
+        run = Shared("qwen3_moe", plugin, **settings)
+    engine = get_engine(run.model)
+    assert engine is not None
+    alone = dist.get_world_size() == 1 and len(wanted) == 1
+    found = [layer.config.strategy for layer in engine.layers.values()]
+    assert found == (["ep", "ep"] if alone else (2 * wanted)[:2])
+    return run
 
 
 def moments(run: rig.Loop) -> dict[str, np.ndarray]:

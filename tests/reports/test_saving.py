@@ -111,6 +111,32 @@ def test_b89_only_the_first_rank_has_the_weights(ranks, tmp_path: Path) -> None:
         ranks(2).run(cases.loaded_on_first_rank, folder=str(tmp_path), how=how)
 
 
+def test_auto_resumes_where_it_chooses_otherwise(ranks, tmp_path: Path) -> None:
+    """Layers change homes both ways between save and load, and from several ranks to one."""
+    wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy="auto:fsep,llep")[0]
+    ways = [("auto:llep,fsep", SHARDED), (None, FULL)]
+    ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
+    ranks(1).run(cases.resumes, folder=str(tmp_path), ways=[("auto:fsep", SHARDED)], wanted=wanted)
+
+
+# Of one kind by a profile, of several layer by layer.
+AUTO = ("auto:llep", "auto:fsep+llep", "auto:fsdp,ep", "auto:ep,fsep")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("saver", [None, "llep", "fsep", *AUTO])
+def test_auto_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
+    """What each saves on two ranks ``auto`` resumes on one, two and four; what ``auto`` saves, each."""
+    wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy=saver)[0]
+    others = [one for one in AUTO if one != saver]
+    if saver in AUTO:
+        others += [None, "llep", "fsep"]
+    for world_size in (1, 2, 4):
+        ways = [(one, cases.KINDS[(at + world_size // 2) % 2]) for at, one in enumerate(others)]
+        ranks(world_size).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted, seconds=180)
+
+
 @pytest.mark.long
 def test_unpatched_checkpoint_under_strategies(ranks, tmp_path: Path) -> None:
     """What two unpatched ranks saved, two patched ones go on with."""
@@ -134,7 +160,7 @@ def test_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
     ("kind", "world_size", "strategy"),
     [
         pytest.param(*way, marks=pytest.mark.long)
-        for way in [(SHARDED, 2, "llep"), (FULL, 2, "llep"), (SHARDED, 1, None), (FULL, 4, "ep")]
+        for way in [(SHARDED, 2, "llep"), (FULL, 2, "llep"), (SHARDED, 1, None), (FULL, 4, "ep"), (SHARDED, 4, "auto")]
     ],
 )
 def test_trainer_resumes_elsewhere(ranks, tmp_path: Path, kind: str, world_size: int, strategy: str | None) -> None:
