@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.reports import cases_compile
@@ -37,6 +39,18 @@ def test_b77_model(ranks, whole: bool) -> None:
     arguments = {"strategy": "fsep", "backend": "aot_eager", "whole": whole}
     for compiled in ranks(2).run(cases_compile.compiled_model, seconds=170, **arguments):
         compiled.check(settled=4, most=24)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's kernels for CPUs need a compiler")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_b77_regional_inductor(ranks, strategy: str, checkpointing: bool) -> None:
+    arguments = {"strategy": strategy, "backend": "inductor", "checkpointing": checkpointing}
+    for counts, compiled in ranks(2).run(cases_compile.regional, seconds=400, **arguments):
+        assert counts["moved" if strategy == "fsep" else "spilled"] > 0
+        compiled.check(settled=1, most=8)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
