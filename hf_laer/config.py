@@ -56,7 +56,8 @@ class LaerConfig:
         max_rows_per_rank: A rank forms the experts' products for at most so many rows (one per token and expert) at a
             time, which bounds the memory of their activations; backward forms them again. ``None`` means all at once.
         prefetch: Experts whose need is known ahead travel while the layer before computes, which holds one more layer's
-            unsharded experts in memory.
+            unsharded experts in memory. So do FSDP's parameters of the next decoder layer in forward, as by default,
+            but asked for before the host waits for this layer's loads.
         recompute: Under activation checkpointing, ``layer`` repeats dispatch, experts and combine; ``experts``
             keeps the dispatched rows and the output, so that the replay issues no collective.
         check_collectives: For finding out why ranks hang or part: before each collective all its ranks compare, by

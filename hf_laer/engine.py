@@ -17,7 +17,7 @@ from hf_laer.choice import choose, settled
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import Communicators, communicators, device_name
 from hf_laer.comm.local import LocalCommunicator
-from hf_laer.comm.routes import depart, make_routes
+from hf_laer.comm.routes import depart, make_routes, most_rows
 from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import count
 from hf_laer.compute.spec import ExpertsSpec
@@ -25,7 +25,7 @@ from hf_laer.config import AUTO, LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
-from hf_laer.plan import CostModel, compile_kernels
+from hf_laer.plan import CostModel, compile_kernels, own_part
 from hf_laer.plan.owners import chunk_owners
 from hf_laer.plan.types import Placement, Plan
 from hf_laer.profile import Profile, read_profile, shipped_profile
@@ -35,7 +35,7 @@ from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
-from hf_laer.tables import digests, holds, slot_counts, table_of
+from hf_laer.tables import digests, holds, table_of
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
 from hf_laer.tuner import LayerTuner
 
@@ -282,8 +282,8 @@ class Engine:
         micro_batch = layer.forwards
         layer.forwards += 1
         self.watch.where = Where(layer.name, "forward" if training else "evaluation", micro_batch)
-        counts = count(top_k_index, layer.spec.num_experts)
-        loads, placements = self._gather(layer, counts)
+        counted = count(top_k_index, layer.spec.num_experts)
+        loads, placements = self._gather(layer, counted.loads)
         started = time.perf_counter()
         tokens = self.tokens_of(layer)
         plans = self._plans(layer, loads, placements, top_k_index.shape[1])
@@ -291,18 +291,34 @@ class Engine:
         if self.config.check_collectives and needs_loads(layer.config):
             self.comms.weights.agree("plan", digests(loads, plans))
         mine = plans[min(self.comms.weights.rank // tokens.size, len(plans) - 1)]
-        group = self._my_rows(loads, tokens.size)
-        departure = depart(top_k_index, top_k_weights, mine.split, group[: tokens.rank].sum(0), tokens)
-        # While the device sorts and sizes travel.
-        if training:
-            self._observe(layer, loads, group, plans, mine, planned)
-            if self.watcher is not None:
-                self.watcher(layer.name, self._everyones(counts), top_k_index.shape[-1])
-        routes = make_routes(departure, slot_counts(mine, tokens.rank), tokens)
-        before = None if self.passes.is_first() else self._before
-        run = Run(routes, self._table(plans), top_k_index, micro_batch, before)
+        group, top_k = self._my_rows(loads, tokens.size), top_k_index.shape[1]
+        own = own_part(mine, group, tokens.rank)
+        before = group[: tokens.rank].sum(0)
+        departure = depart(top_k_index, top_k_weights, counted, mine.split, before, own, tokens)
+        routes = make_routes(departure, own.slots.tolist(), most_rows(group, own, top_k), tokens)
+        run = Run(
+            routes, self._table(plans), top_k_index, micro_batch, None if self.passes.is_first() else self._before
+        )
         self._before = layer.name, run.table
+        if training:
+            run.afterwards = lambda: self._learn(layer, loads, group, plans, mine, planned, counted.loads, top_k)
         return run
+
+    def _learn(
+        self,
+        layer: MoELayer,
+        loads: np.ndarray,
+        group: np.ndarray,
+        plans: list[Plan],
+        mine: Plan,
+        seconds: float,
+        counts: torch.Tensor,
+        top_k: int,
+    ) -> None:
+        """What a training micro-batch leaves behind; once its layer has been given to the device."""
+        self._observe(layer, loads, group, plans, mine, seconds)
+        if self.watcher is not None:
+            self.watcher(layer.name, self._everyones(counts), top_k)
 
     def era(self) -> Era:
         """Which pass, or which backward, is running; the number of a backward may differ between ranks."""

@@ -1,12 +1,12 @@
 """One MoE layer, forward and backward.
 
-forward   router's choices → loads → plan → unshard → dispatch → experts → combine; the next layer's experts set out
-backward  the same plan: unshard → dispatch of gradients → experts' backward → combine; weight gradients go home
+forward   router's choices → loads → plan → dispatch → unshard → experts → combine; the next layer's experts set out
+backward  the same plan: dispatch of gradients → unshard → experts' backward → combine; weight gradients go home
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_laer import tape
 from hf_laer.choice import USUAL_TOP_K, LayerSizes
 from hf_laer.comm.routes import Routes
-from hf_laer.comm.tokens import Combining, dispatch, return_gates, start_combine
+from hf_laer.comm.tokens import Combining, return_gates, start_combine, start_dispatch
 from hf_laer.comm.watch import Where
 from hf_laer.compute.chunks import backward_in_chunks, chunks_of, forward_in_chunks
 from hf_laer.compute.experts import Weights, bias_of
@@ -44,6 +44,7 @@ class Run:
         top_k_index: int64 ``[T, K]``, the routing that the plan was made for.
         micro_batch: How many forwards the layer had before.
         before: The layer that ran before it in the same pass, and its slot table: what backward needs next.
+        afterwards: What is left to do once the layer has been given to the device; done once.
         rows: The dispatched rows, kept for a recompute of the experts alone.
         out: The layer's output, kept likewise.
     """
@@ -53,6 +54,7 @@ class Run:
     top_k_index: torch.Tensor
     micro_batch: int
     before: tuple[str, SlotTable] | None = None
+    afterwards: Callable[[], None] | None = None
     rows: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
@@ -103,7 +105,11 @@ class MoELayer:
             anchor = torch.empty(0, requires_grad=bool(self.trained))
             factors = [factor for adapter in adapters for factor in (adapter.a, adapter.b)]
             kinds = [(adapter.weight, adapter.scaling) for adapter in adapters]
-            return _MoE.apply(hidden, top_k_weights, self, run, anchor, kinds, *factors)
+            out = _MoE.apply(hidden, top_k_weights, self, run, anchor, kinds, *factors)
+            afterwards, run.afterwards = run.afterwards, None
+            if afterwards is not None:
+                afterwards()
+            return out
 
     def _check_parameters(self) -> None:
         """Follows a parameter that was replaced by a plain one; refuses what else stands in its place.
@@ -200,12 +206,13 @@ class MoELayer:
         """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``, if whole."""
         routes, tokens = run.routes, self.engine.tokens_of(self)
         era = self.engine.era()
+        dispatching = start_dispatch(hidden.to(dtype), routes, tokens)
+        # Parameters are cast while tokens travel.
         coming = self._begin(run, dtype, hidden.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
-        rows = dispatch(hidden.to(dtype), routes, tokens)
-        # After the dispatch, so that the next layer's experts travel under this one's products.
+        # Last of all, so that the next layer's experts travel under this one's products.
         self.engine.expect_after(self, dtype, hidden.device, era)
-        weights = self.engine.unsharder.finish(coming)
+        rows, weights = dispatching.wait(), self.engine.unsharder.finish(coming)
         chunks = chunks_of(routes.groups, self.engine.config.max_rows_per_rank)
         experts_out, up = forward_in_chunks(self.spec, weights, rows, routes.source_row, chunks, terms)
         bias = bias_of(weights, self.spec.down_bias)
@@ -227,12 +234,12 @@ class MoELayer:
         self.engine.watch.where = Where(self.name, "backward", run.micro_batch)
         era = self.engine.era()
         self.engine.passes.end()
+        share = 1.0 if adapters else self._share(dtype)
+        dispatching = start_dispatch((grad if share == 1 else grad * share).to(dtype), routes, tokens)
         coming = self._begin(run, dtype, rows.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
-        share = 1.0 if adapters else self._share(dtype)
-        grad_rows = dispatch((grad if share == 1 else grad * share).to(dtype), routes, tokens)
         self.engine.expect(run.before, dtype, rows.device, era)
-        weights = self.engine.unsharder.finish(coming)
+        grad_rows, weights = dispatching.wait(), self.engine.unsharder.finish(coming)
         chunks, wanted = chunks_of(routes.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
         gone: list[tuple[Combining, torch.Tensor]] = []

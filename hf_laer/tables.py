@@ -1,4 +1,4 @@
-"""What the engine reads off plans: who holds what, in which slots, how many tokens each gets, and hashes of it."""
+"""What the engine reads off plans: who holds what, in which slots, and hashes of it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,3 @@ def digests(loads: np.ndarray, plans: list[Plan]) -> dict[str, str]:
     splits = [part for plan in plans for part in (plan.split.first, plan.split.rank, plan.split.slot, plan.split.end)]
     parts = {"loads": [loads], "placement": [plan.placement.slots for plan in plans], "split": splits}
     return {name: digest_of(*arrays)[:12] for name, arrays in parts.items()}
-
-
-def slot_counts(plan: Plan, rank: int) -> list[int]:
-    """Tokens that the plan gives to each slot of ``rank``."""
-    counts = np.zeros(len(plan.placement.held_by(rank)), np.int64)
-    here = plan.split.rank == rank
-    np.add.at(counts, plan.split.slot[here], plan.split.quotas()[here])
-    return counts.tolist()

@@ -22,7 +22,7 @@ from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.grouped_gemm import Groups, rows_outer, rows_times
 from hf_laer.compute.routing import Shares, arrive, count, leave
 from hf_laer.compute.rows import gather_sum
-from hf_laer.plan import chunk_owners, ep
+from hf_laer.plan import chunk_owners, ep, own_part
 
 BYTES, FLOPS = "GB/s", "TFLOP/s"
 GATES = {
@@ -118,15 +118,17 @@ def _tables(shape: LayerShape, scenario: str, device: torch.device, dtype: torch
     """Routing tables, gathers and weighted sums, of one rank that sends all to itself."""
     index = routing(scenario, shape.tokens, shape.experts, shape.top_k, 0, device)
     weights = torch.rand(index.shape, dtype=dtype, device=device)
-    loads = count(index, shape.experts).cpu().numpy()[None]
-    split = ep(loads, chunk_owners(shape.experts, 1)).split
-    shares = Shares.of(split, np.zeros(shape.experts, np.int64), 1, device)
-    left = leave(index, weights, shares)
-    rows = int(left.sizes[0, 0])
-    tables = arrive(left.message, left.sizes, rows, shape.top_k, shape.experts)
+    counted = count(index, shape.experts)
+    loads = counted.loads.cpu().numpy()[None]
+    plan = ep(loads, chunk_owners(shape.experts, 1))
+    shares = Shares.of(plan.split, np.zeros(shape.experts, np.int64), own_part(plan, loads, 0), device)
+    leaving = partial(leave, index, weights, shares, counted)
+    left, rows = leaving(), shape.tokens
+    arriving = partial(arrive, left.message, shares.edges[1], rows, shape.top_k, shape.experts)
+    tables = arriving()
     choices, word = index.numel(), 8
-    yield Job("tables of what leaves", partial(leave, index, weights, shares), choices * (4 * word + 12), BYTES)
-    arriving = partial(arrive, left.message, left.sizes, rows, shape.top_k, shape.experts)
+    yield Job("counts", partial(count, index, shape.experts), choices * word, BYTES)
+    yield Job("tables of what leaves", leaving, choices * (4 * word + 12), BYTES)
     yield Job("tables of what arrived", arriving, choices * (4 * word + 16), BYTES)
     hidden = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
     many = torch.randn(choices, shape.hidden, dtype=dtype, device=device)
@@ -138,7 +140,7 @@ def _tables(shape: LayerShape, scenario: str, device: torch.device, dtype: torch
 
 def _products(shape: LayerShape, scenario: str, device: torch.device, dtype: torch.dtype) -> Iterator[Job]:
     index = routing(scenario, shape.tokens, shape.experts, shape.top_k, 0, device)
-    groups = Groups.of(count(index, shape.experts).tolist(), device)
+    groups = Groups.of(count(index, shape.experts).loads.tolist(), device)
     for name, inner, outer in (
         ("up", shape.hidden, 2 * shape.intermediate),
         ("down", shape.intermediate, shape.hidden),

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_laer.comm.base import Communicator
+from hf_laer.comm.base import Communicator, Pending
 from hf_laer.compute.grouped_gemm import Groups
-from hf_laer.compute.routing import Leaving, Shares, arrive, leave
+from hf_laer.compute.routing import Counted, Leaving, Shares, arrive, leave, rows_both_ways
+from hf_laer.plan.own import OwnPart
 from hf_laer.plan.types import Split
 
 
@@ -54,61 +55,90 @@ class Routes:
 
 
 class Departure(NamedTuple):
-    """An exchange whose sizes are under way.
+    """An exchange whose messages are under way.
 
     Args:
         leaving: What leaves this rank.
-        arriving: int64 ``[N, 2]``, rows and assignments from each rank.
+        shares: Who serves what, on the device.
+        pending: The messages of all ranks.
+        send_choices: Assignments to each rank.
+        receive_choices: Assignments from each rank.
         top_k: K.
     """
 
     leaving: Leaving
-    arriving: torch.Tensor
+    shares: Shares
+    pending: Pending
+    send_choices: list[int]
+    receive_choices: list[int]
     top_k: int
 
 
 def depart(
-    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, split: Split, before: np.ndarray, comm: Communicator
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    counted: Counted,
+    split: Split,
+    before: np.ndarray,
+    own: OwnPart,
+    comm: Communicator,
 ) -> Departure:
-    """Works out what leaves this rank and tells the others how much it is. Collective over ``comm``.
+    """Works out what leaves this rank and tells the others. Collective over ``comm``.
 
     Args:
         top_k_index: int64 ``[T, K]``, chosen experts.
         top_k_weights: ``[T, K]``, routing weights.
+        counted: The choices, counted.
         split: Which replica serves which part of each expert's stream.
         before: int64 ``[E]``, tokens that earlier ranks of the group have in each expert's stream.
+        own: This rank's part of the plan.
         comm: The token group.
     """
-    leaving = leave(top_k_index, top_k_weights, Shares.of(split, before, comm.size, top_k_index.device))
-    ones = [1] * comm.size
-    return Departure(leaving, comm.all_to_all(leaving.sizes, ones, ones), top_k_index.shape[1])
+    shares = Shares.of(split, before, own, top_k_index.device)
+    leaving = leave(top_k_index, top_k_weights, shares, counted)
+    send, receive = own.sent.tolist(), own.received.tolist()
+    pending = comm.start_all_to_all(leaving.message, send, receive)
+    return Departure(leaving, shares, pending, send, receive, top_k_index.shape[1])
 
 
-def make_routes(departure: Departure, slot_counts: list[int], comm: Communicator) -> Routes:
-    """The exchange, once this rank knows what it will receive. Collective over ``comm``; waits for the device.
+def make_routes(departure: Departure, slot_counts: list[int], most_rows: int, comm: Communicator) -> Routes:
+    """The exchange, once this rank knows what it will receive; waits for the device.
 
     Args:
         departure: From :func:`depart`.
         slot_counts: Tokens that the plan gives to each slot of this rank.
+        most_rows: No more rows than this arrive.
         comm: The token group.
     """
-    leaving, arriving = departure.leaving, departure.arriving
-    # The host waits once, for all sizes together.
-    both = torch.stack([leaving.sizes.t(), arriving.t()])
-    (send_rows, send_choices), (receive_rows, receive_choices) = comm.to_host(both).tolist()
-    received = comm.all_to_all(leaving.message, send_choices, receive_choices)
-    arrived = arrive(received, arriving, sum(receive_rows), departure.top_k, len(slot_counts))
+    leaving, edges = departure.leaving, departure.shares.edges
+    received = departure.pending.wait()
+    rows = rows_both_ways(leaving.message, received, edges)
+    arrived = arrive(received, edges[1], most_rows, departure.top_k, len(slot_counts))
+    groups = Groups.of(slot_counts, received.device, arrived.slot)
+    # The host waits once, for how many rows there are; assignments are known from the plan.
+    send_rows, receive_rows = comm.to_host(rows).tolist()
     return Routes(
         row_token=leaving.row_token[: sum(send_rows)],
         token_rows=leaving.token_rows,
         choices=leaving.choices,
         send_rows=send_rows,
         receive_rows=receive_rows,
-        send_choices=send_choices,
-        receive_choices=receive_choices,
+        send_choices=departure.send_choices,
+        receive_choices=departure.receive_choices,
         source_row=arrived.source_row,
         arrival=arrived.arrival,
-        row_places=arrived.row_places,
+        row_places=arrived.row_places[: sum(receive_rows)],
         gates=arrived.gates,
-        groups=Groups.of(slot_counts, received.device, arrived.slot),
+        groups=groups,
     )
+
+
+def most_rows(loads: np.ndarray, own: OwnPart, top_k: int) -> int:
+    """At most this many rows arrive: one per choice, and from each rank one per token.
+
+    Args:
+        loads: int64 ``[N, E]``, choices of each rank.
+        own: This rank's part of the plan.
+        top_k: Choices of each token.
+    """
+    return int(np.minimum(own.received, loads.sum(1) // top_k).sum())

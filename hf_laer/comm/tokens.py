@@ -11,9 +11,9 @@ from hf_laer.comm.routes import Routes
 from hf_laer.compute.rows import gather_sum
 
 
-def dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:
-    """``[T, H]`` to the rows that this rank serves, ``[R_in, H]``. Collective over ``comm``."""
-    return comm.all_to_all(tokens[routes.row_token], routes.send_rows, routes.receive_rows)
+def start_dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> Pending:
+    """``[T, H]`` set out for the ranks that serve them; ``[R_in, H]`` will arrive. Collective over ``comm``."""
+    return comm.start_all_to_all(tokens[routes.row_token], routes.send_rows, routes.receive_rows)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Combining:
 
 
 def start_combine(rows: torch.Tensor, routes: Routes, comm: Communicator) -> Combining:
-    """The adjoint of :func:`dispatch`: ``[R_in, H]`` set out for their tokens. Collective over ``comm``."""
+    """The adjoint of :func:`start_dispatch`: ``[R_in, H]`` set out for their tokens. Collective over ``comm``."""
     return Combining(comm.start_all_to_all(rows, routes.receive_rows, routes.send_rows), routes)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from hf_laer.compute.kernels import usable
 from hf_laer.compute.rows import places
+from hf_laer.plan.own import OwnPart
 from hf_laer.plan.types import Split
 
 
@@ -25,8 +26,9 @@ class Shares:
     """Which replica serves which part of each expert's stream, on the device in one tensor.
 
     Args:
-        packed: int32 ``[E + 1 + E + 3P]``: the first replica of each expert, then the tokens that earlier ranks have
-            in its stream, then each replica's rank, slot, and the end of its part.
+        packed: int32 ``[E + 1 + E + 3P + 2N]``: the first replica of each expert, then the tokens that earlier ranks
+            have in its stream, then each replica's rank, slot, and the end of its part; then where the choices to
+            each rank end, and where those from each rank do.
         experts: E.
         replicas: P.
         most: The most replicas that an expert has.
@@ -40,17 +42,43 @@ class Shares:
     ranks: int
 
     @classmethod
-    def of(cls, split: Split, before: np.ndarray, ranks: int, device: torch.device) -> Shares:
-        """On ``device``; ``before`` is int64 ``[E]``, tokens that earlier ranks have in each expert's stream."""
-        parts = (split.first, before, split.rank, split.slot, split.end)
+    def of(cls, split: Split, before: np.ndarray, own: OwnPart, device: torch.device) -> Shares:
+        """On ``device``.
+
+        Args:
+            split: Which replica serves which part of each expert's stream.
+            before: int64 ``[E]``, tokens that earlier ranks have in each expert's stream.
+            own: This rank's part of the plan.
+            device: The tokens'.
+        """
+        parts = (split.first, before, split.rank, split.slot, split.end, own.sent.cumsum(), own.received.cumsum())
         # int32: no micro-batch sends two thousand million tokens to one expert.
-        packed = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device, non_blocking=True)
-        return cls(packed, split.num_experts, len(split.rank), int(np.diff(split.first).max(initial=0)), ranks)
+        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
+        most = int((split.first[1:] - split.first[:-1]).max(initial=0))
+        return cls(packed.to(device, non_blocking=True), split.num_experts, len(split.rank), most, len(own.sent))
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """First replicas, tokens before, ranks, slots, ends; int64."""
         sizes = (self.experts + 1, self.experts, *[self.replicas] * 3)
-        return self.packed.long().split(sizes)
+        return self.packed[: sum(sizes)].long().split(sizes)
+
+    @property
+    def edges(self) -> torch.Tensor:
+        """int32 ``[2, N]``: where the choices to each rank end, and those from each rank."""
+        return self.packed[-2 * self.ranks :].view(2, self.ranks)
+
+
+class Counted(NamedTuple):
+    """A rank's choices, counted.
+
+    Args:
+        loads: int64 ``[E]``, choices of each expert.
+        ends: int32 ``[E * B]`` where a kernel counted: where the choices of each expert in each of B blocks of
+            consecutive tokens end, sorted by expert; it goes on from there.
+    """
+
+    loads: torch.Tensor
+    ends: torch.Tensor | None = None
 
 
 class Leaving(NamedTuple):
@@ -60,14 +88,12 @@ class Leaving(NamedTuple):
         row_token: int64 ``[at least R]``, the token of each row, by destination, then token.
         token_rows: int64 ``[T, min(K, N)]``, the rows of each token, by destination; -1 for none.
         choices: int64 ``[A]``, which ``t * K + k`` each assignment is, in the order they travel.
-        sizes: int64 ``[N, 2]``, rows and assignments to each rank.
         message: int32 ``[A, 3]``: row at the destination, slot there, the bits of the float32 routing weight.
     """
 
     row_token: torch.Tensor
     token_rows: torch.Tensor
     choices: torch.Tensor
-    sizes: torch.Tensor
     message: torch.Tensor
 
 
@@ -77,7 +103,8 @@ class Arrived(NamedTuple):
     Args:
         source_row: int64 ``[A]``, the received row of each assignment.
         arrival: int64 ``[A]``, when each assignment arrived.
-        row_places: int64 ``[R, K]``, the sorted assignments of each received row, as they arrived; -1 for none.
+        row_places: int64 ``[at least R, K]``, the sorted assignments of each received row, as they arrived; -1 for
+            none.
         gates: float32 ``[A]``, routing weights.
         slot: int64 ``[A]``, slots.
     """
@@ -89,18 +116,28 @@ class Arrived(NamedTuple):
     slot: torch.Tensor
 
 
-def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares) -> Leaving:
+def count(top_k_index: torch.Tensor, num_experts: int) -> Counted:
+    """Counts choices int64 ``[T, K]`` of each expert."""
+    if usable(top_k_index) and top_k_index.numel():
+        from hf_laer.compute.kernels.routing import count as kernel
+
+        return Counted(*kernel(top_k_index, num_experts))
+    return Counted(_count(top_k_index.reshape(-1), num_experts))
+
+
+def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares, counted: Counted) -> Leaving:
     """Sorts this rank's choices by destination.
 
     Args:
         top_k_index: int64 ``[T, K]``, chosen experts.
         top_k_weights: ``[T, K]``, routing weights.
         shares: Who serves what.
+        counted: From :func:`count`.
     """
-    if usable(top_k_index) and top_k_index.numel():
+    if counted.ends is not None:
         from hf_laer.compute.kernels.routing import leave as kernel
 
-        return Leaving(*kernel(top_k_index, top_k_weights, shares))
+        return Leaving(*kernel(top_k_index, top_k_weights, shares, counted.ends))
     num_tokens, top_k = top_k_index.shape
     _, _, rank, slot, _ = shares.parts()
     replica = _replicas(top_k_index.reshape(-1), shares)
@@ -111,33 +148,35 @@ def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares
     opens = _opens_row(destination, token)
     row = opens.cumsum(0) - 1
     row_token = torch.empty_like(token).scatter_(0, row, token)
-    sizes = torch.stack([_count(destination, shares.ranks, opens), _count(destination, shares.ranks)], 1)
-    first_row = sizes[:, 0].cumsum(0) - sizes[:, 0]
+    rows = _count(destination, shares.ranks, opens)
+    first_row = rows.cumsum(0) - rows
     weights = top_k_weights.detach().reshape(-1)[choices].float().contiguous()
     columns = (row - first_row[destination], slot[replica[choices]], weights.view(torch.int32))
     message = torch.stack([column.to(torch.int32) for column in columns], 1)
     token_rows = torch.full((num_tokens, min(top_k, shares.ranks)), -1, dtype=torch.int64, device=token.device)
     nth = _nth_of(token, opens, num_tokens)
     token_rows[token[opens], nth[opens]] = row[opens]
-    return Leaving(row_token, token_rows, choices, sizes, message)
+    return Leaving(row_token, token_rows, choices, message)
 
 
-def arrive(received: torch.Tensor, sizes: torch.Tensor, rows: int, top_k: int, slots: int) -> Arrived:
-    """Sorts what arrived by slot.
+def arrive(received: torch.Tensor, ends: torch.Tensor, rows: int, top_k: int, slots: int) -> Arrived:
+    """Sorts what arrived by slot; assignments keep their order within a slot.
 
     Args:
-        received: int32 ``[A, 3]``, the messages of :class:`Leaving`, source after source.
-        sizes: int64 ``[N, 2]``, rows and assignments from each rank.
-        rows: R.
+        received: int32 ``[A, 3]``, the messages of all ranks, one after the other.
+        ends: int32 ``[N]``, where the assignments of each rank end.
+        rows: At least R.
         top_k: K.
         slots: Slots of this rank.
     """
     if usable(received) and len(received):
         from hf_laer.compute.kernels.routing import arrive as kernel
 
-        return Arrived(*kernel(received, sizes, rows, top_k, slots))
-    first_row = sizes[:, 0].cumsum(0) - sizes[:, 0]
-    row = received[:, 0].long() + first_row.repeat_interleave(sizes[:, 1], output_size=len(received))
+        return Arrived(*kernel(received, ends, rows, top_k, slots))
+    of_rank = row_counts(received, ends)
+    choices = ends.diff(prepend=ends.new_zeros(1))
+    first_row = (of_rank.cumsum(0) - of_rank).repeat_interleave(choices, output_size=len(received))
+    row = received[:, 0].long() + first_row
     arrival = torch.argsort(received[:, 1], stable=True)
     sorted_place = torch.empty_like(arrival)
     sorted_place[arrival] = torch.arange(len(arrival), device=arrival.device)
@@ -148,9 +187,34 @@ def arrive(received: torch.Tensor, sizes: torch.Tensor, rows: int, top_k: int, s
     return Arrived(row[arrival], arrival, row_places, gates, received[arrival, 1].long())
 
 
-def count(top_k_index: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int64 ``[E]``: choices of each expert."""
-    return _count(top_k_index.reshape(-1), num_experts)
+def row_counts(message: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """int64 ``[N]``: rows to or from each rank.
+
+    Assignments travel in the order of their rows, so the last one of each rank says how many there are.
+
+    Args:
+        message: int32 ``[A, 3]``, what leaves or what arrived.
+        ends: int32 ``[N]``, where the assignments of each rank end.
+    """
+    if not len(message):
+        return ends.new_zeros(len(ends), dtype=torch.int64)
+    last = message[(ends.long() - 1).clamp(min=0), 0].long() + 1
+    return last.where(ends.diff(prepend=ends.new_zeros(1)) > 0, 0)
+
+
+def rows_both_ways(message: torch.Tensor, received: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """int64 ``[2, N]``: rows to each rank and from each rank.
+
+    Args:
+        message: int32 ``[A_out, 3]``, what leaves.
+        received: int32 ``[A_in, 3]``, what arrived.
+        edges: int32 ``[2, N]``, where the assignments to and from each rank end.
+    """
+    if usable(message):
+        from hf_laer.compute.kernels.routing import rows_both_ways as kernel
+
+        return kernel(message, received, edges)
+    return torch.stack([row_counts(message, edges[0]), row_counts(received, edges[1])])
 
 
 def _replicas(expert: torch.Tensor, shares: Shares) -> torch.Tensor:

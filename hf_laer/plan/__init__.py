@@ -7,6 +7,7 @@ from .groups import join_groups, stack_groups
 from .guard import cheaper, no_worse_than_ep
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
+from .own import OwnPart, own_part
 from .owners import chunk_owners
 from .registry import PLANNERS, get_planner, planner_summary
 from .relocate import flexmoe, flexmoe_placement, smartmoe, smartmoe_owners
@@ -24,6 +25,7 @@ __all__ = [
     "PLANNERS",
     "PROFILES",
     "CostModel",
+    "OwnPart",
     "Placement",
     "Plan",
     "Prediction",
@@ -57,6 +59,7 @@ __all__ = [
     "lower_bound",
     "lplb",
     "no_worse_than_ep",
+    "own_part",
     "planner_summary",
     "predict",
     "prophet",

@@ -117,6 +117,8 @@ class Home:
         block = parts[0][1].to(like.device)
         if block.dtype == like.dtype and block.untyped_storage().nbytes() == block.nbytes:
             return parts[1:], block if scale == 1 else block.mul_(scale)
+        if scale == 1:
+            return parts[1:], block.to(like.dtype, copy=True)
         # A factor with a dimension, so that the product is formed in float32, in one pass.
         factor = torch.full((1,), scale, dtype=torch.float32, device=block.device)
         return parts[1:], (block * factor).to(like.dtype)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,8 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
             arguments = attach_arguments(accelerator, model, engine)
             model = _shard_around(engine, lambda: original(accelerator, model), **arguments)
     settle_adapters(model)
+    if engine.config.prefetch:
+        prefetch_layers(model, engine)
     register_state_hooks(accelerator, engine)
     if engine.config.check_collectives:
         model.register_forward_pre_hook(engine.announce, prepend=True)
@@ -191,6 +194,20 @@ def _tail_in_root(model: nn.Module) -> Iterator[None]:
     finally:
         for end in ends:
             del model.__dict__[end]
+
+
+def prefetch_layers(model: nn.Module, engine: Engine) -> None:
+    """Has each decoder layer's forward send for the next one's dense parameters.
+
+    FSDP2 does that by itself only as far as the host runs ahead of the device; here the host waits in every MoE layer,
+    to know the loads. No more memory is used than when it does run ahead.
+    """
+    experts = {layer.module for layer in engine.layers.values()}
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
+    kinds = {type(unit) for unit in units if experts.intersection(cast(nn.Module, unit).modules())}
+    layers = [unit for unit in units if type(unit) in kinds]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
 
 
 def _say(engine: Engine) -> None:

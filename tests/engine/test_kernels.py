@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from hf_laer.comm.routes import most_rows
 from hf_laer.compute.gate import FusedGate, Gate, recognize
-from hf_laer.compute.routing import Arrived, Leaving, Shares, arrive, count, leave
+from hf_laer.compute.routing import Arrived, Counted, Leaving, Shares, arrive, count, leave, row_counts, rows_both_ways
 from hf_laer.compute.rows import gather_sum, places
-from hf_laer.plan import chunk_owners, llep
+from hf_laer.plan import chunk_owners, llep, own_part
 
 GATES = (FusedGate(False, False), FusedGate(True, False), FusedGate(True, True, 1.702, 7.0))
 
@@ -73,7 +74,7 @@ def check_retained_graph() -> None:
 
 def check_routing() -> None:
     """Every table of a whole exchange, over sizes below and above a block, spread and piled up, ranks with nothing."""
-    for tokens, top_k, experts, ranks in ((1, 1, 1, 1), (5, 3, 4, 3), (90, 4, 7, 3), (61, 8, 24, 5), (130, 2, 3, 2)):
+    for tokens, top_k, experts, ranks in ((1, 1, 1, 1), (5, 3, 4, 3), (90, 4, 7, 3), (61, 8, 24, 5), (130, 3, 40, 2)):
         for skew in (0.0, 2.0):
             _check_exchange(tokens, top_k, experts, ranks, skew)
 
@@ -85,23 +86,31 @@ def _check_exchange(tokens: int, top_k: int, experts: int, ranks: int, skew: flo
     popularity = torch.arange(1.0, experts + 1) ** -skew
     many = [tokens if rank != 1 else 1 for rank in range(ranks)]
     index = [torch.multinomial(popularity.expand(n, experts), top_k, generator=generator) for n in many]
-    loads = np.stack([count(one, experts).numpy() for one in index])
+    loads = np.stack([count(one, experts).loads.numpy() for one in index])
     plan = llep(loads, chunk_owners(experts, ranks), min_tokens_per_gemm=1, imbalance_threshold=1.0)
-    left = []
+    own = [own_part(plan, loads, rank) for rank in range(ranks)]
+    messages, edges = [], []
     for rank, one in enumerate(index):
         weights = torch.rand(one.shape, generator=generator)
-        shares = Shares.of(plan.split, loads[:rank].sum(0), ranks, torch.device("cpu"))
-        want, got = leave(one, weights, shares), Leaving(*kernels.leave(one, weights, shares))
-        rows = int(want.sizes[:, 0].sum())
-        _check_equal(want, got, row_token=rows)
-        left.append(want)
+        shares = Shares.of(plan.split, loads[:rank].sum(0), own[rank], torch.device("cpu"))
+        want = leave(one, weights, shares, count(one, experts))
+        counted = Counted(*kernels.count(one, experts))
+        assert counted.loads.tolist() == loads[rank].tolist()
+        got = Leaving(*kernels.leave(one, weights, shares, counted.ends))
+        _check_equal(want, got, row_token=int(row_counts(want.message, shares.edges[0]).sum()))
+        messages.append(want.message.split(own[rank].sent.tolist()))
+        edges.append(shares.edges)
     for rank in range(ranks):
-        sizes = torch.stack([one.sizes[rank] for one in left])
-        received = torch.cat([one.message.split(one.sizes[:, 1].tolist())[rank] for one in left])
-        rows, slots = int(sizes[:, 0].sum()), len(plan.placement.held_by(rank))
+        received = torch.cat([message[rank] for message in messages])
+        sent, slots = torch.cat(messages[rank]), len(plan.placement.held_by(rank))
+        rows = rows_both_ways(sent, received, edges[rank])
+        assert torch.equal(kernels.rows_both_ways(sent, received, edges[rank]), rows)
+        arriving, bound = int(rows[1].sum()), most_rows(loads, own[rank], top_k)
+        assert arriving <= bound <= len(received)
         if len(received):
-            want = arrive(received, sizes, rows, top_k, slots)
-            _check_equal(want, Arrived(*kernels.arrive(received, sizes, rows, top_k, slots)))
+            want = arrive(received, edges[rank][1], bound, top_k, slots)
+            got = Arrived(*kernels.arrive(received, edges[rank][1], bound, top_k, slots))
+            _check_equal(want, got, row_places=arriving)
 
 
 def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) -> None:

@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from hf_laer import patch_model
 from hf_laer.comm import groups
 from hf_laer.comm.groups import communicators
-from hf_laer.comm.routes import depart, make_routes
-from hf_laer.comm.tokens import dispatch, start_combine
+from hf_laer.comm.routes import depart, make_routes, most_rows
+from hf_laer.comm.tokens import start_combine, start_dispatch
 from hf_laer.comm.watch import Watch
+from hf_laer.compute.routing import count
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.transformers import get_engine
-from hf_laer.plan import ep
+from hf_laer.plan import ep, own_part
 from tests.engine.cases import batch_of, compare_gradients, loss_of, patched, world_mesh
 from tests.engine.cases_edges import block_results
 from tests.integrations import rig
@@ -114,11 +115,11 @@ def matrices() -> None:
         counts = np.array(rows)
         index = torch.repeat_interleave(torch.arange(4), torch.tensor(counts[rank])).view(-1, 1)
         plan = ep(counts, np.arange(4))
-        mine = [int(counts[:, rank].sum())] if counts[:, rank].sum() else [0]
-        departure = depart(index, torch.ones(index.shape), plan.split, counts[:rank].sum(0), comms.tokens)
-        routes = make_routes(departure, mine, comms.tokens)
+        own, weights = own_part(plan, counts, rank), torch.ones(index.shape)
+        departure = depart(index, weights, count(index, 4), plan.split, counts[:rank].sum(0), own, comms.tokens)
+        routes = make_routes(departure, own.slots.tolist(), most_rows(counts, own, 1), comms.tokens)
         hidden = torch.arange(len(index) * 5.0).view(-1, 5) + 1000 * rank
-        arrived = dispatch(hidden, routes, comms.tokens)
+        arrived = start_dispatch(hidden, routes, comms.tokens).wait()
         assert arrived.shape == (counts[:, rank].sum(), 5), name
         sources = np.repeat(np.arange(4), counts[:, rank])
         assert (arrived[:, 0] // 1000).int().tolist() == sources.tolist(), name

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Each program compares all pairs of its block.
 _BLOCK = 128
+# Bins of a histogram are a power of two, and no fewer than a warp has lanes.
+_FEWEST_BINS = 32
 
 
 @triton.jit
@@ -42,73 +44,76 @@ def _start(ends, at, inside):
 
 
 @triton.jit
-def _count_kernel(keys, table, total, stride, blocks, BLOCK: tl.constexpr):
-    """Elements of each key in each block, ``[keys, B]``; the table is zero before."""
-    block = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    at = block * BLOCK + lane
-    inside = at < total
-    key = tl.load(keys + at.to(tl.int64) * stride, mask=inside, other=-1).to(tl.int32)
-    same, earlier = _same(key, BLOCK)
-    many = _how_many(same)
-    is_last = _how_many(earlier) == many - 1
-    tl.store(table + key * blocks + block, many, mask=inside & is_last)
+def _store_counts(table, key, blocks, bins, BINS: tl.constexpr):
+    """Elements of each key in this block, into its column of ``[bins, B]``; keys from ``bins`` on are left out."""
+    bin = tl.arange(0, BINS)
+    tl.store(table + bin * blocks + tl.program_id(0), tl.histogram(key, BINS), mask=bin < bins)
 
 
 @triton.jit
-def _replica_kernel(keys, ends, shares, replica, total, blocks, experts, replicas, most, BLOCK: tl.constexpr):
-    """The replica of each choice, by its place in its expert's stream."""
+def _count_kernel(keys, table, total, stride, blocks, per, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Elements of each key in each block of ``per``, ``[bins, B]``."""
+    lane = tl.arange(0, BLOCK)
+    at = tl.program_id(0) * per + lane
+    inside = (lane < per) & (at < total)
+    key = tl.load(keys + at.to(tl.int64) * stride, mask=inside, other=bins).to(tl.int32)
+    _store_counts(table, key, blocks, bins, BINS)
+
+
+@triton.jit
+def _loads_kernel(ends, loads, blocks, bins, BLOCK: tl.constexpr):
+    """How many there are of each key, from where the counts in its blocks end."""
+    key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = key < bins
+    stop = tl.load(ends + (key + 1) * blocks - 1, mask=inside, other=0)
+    tl.store(loads + key, (stop - _start(ends, key * blocks, inside)).to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _open_kernel(
+    keys, ends, shares, opened, table, total, blocks, experts, replicas, most, ranks,
+    K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """The replica of each choice, by its place in its expert's stream; whether it is its token's first for that rank.
+
+    Also rows and choices of each rank in each block, ``[2 N, B]``. Blocks are of whole tokens.
+    """
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    at = block * BLOCK + lane
-    inside = at < total
+    at = block * PER + lane
+    inside = (lane < PER) & (at < total)
     key = tl.load(keys + at, mask=inside, other=-1).to(tl.int32)
     _, earlier = _same(key, BLOCK)
     key = tl.where(inside, key, 0)
     place = _how_many(earlier) + _start(ends, key * blocks + block, inside) - _start(ends, key * blocks, inside)
     place += tl.load(shares + experts + 1 + key, mask=inside, other=0)
-    found = tl.load(shares + key, mask=inside, other=0)
+    own = tl.load(shares + key, mask=inside, other=0)
     last = tl.load(shares + key + 1, mask=inside, other=0) - 1
-    part_end = shares + 2 * experts + 1 + 2 * replicas
+    rank = shares + 2 * experts + 1
+    part_end = rank + 2 * replicas
     for _ in range(most - 1):
-        beyond = inside & (found < last)
-        beyond &= place >= tl.load(part_end + found, mask=beyond, other=0)
-        found += beyond.to(tl.int32)
-    tl.store(replica + at, found, mask=inside)
-
-
-@triton.jit
-def _open_kernel(replica, rank, opened, table, total, blocks, ranks, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Which choices are the first of their token for their rank; rows and choices of each rank in each block."""
-    block = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    at = block * BLOCK + lane
-    inside = at < total
-    own = tl.load(replica + at, mask=inside, other=0)
-    to = tl.load(rank + own, mask=inside, other=-1)
-    opens = inside
-    for back in tl.static_range(1, K):
-        there = inside & (at % K >= back)
-        other = tl.load(replica + at - back, mask=there, other=0)
-        opens &= ~(there & (tl.load(rank + other, mask=there, other=-1) == to))
+        beyond = inside & (own < last)
+        beyond &= place >= tl.load(part_end + own, mask=beyond, other=0)
+        own += beyond.to(tl.int32)
+    to = tl.load(rank + own, mask=inside, other=ranks)
+    token = lane // K
+    _, before = _same(to, BLOCK)
+    opens = inside & (_how_many(before & (token[:, None] == token[None, :])) == 0)
     tl.store(opened + at, 2 * own + opens.to(tl.int32), mask=inside)
-    same, earlier = _same(to, BLOCK)
-    many = _how_many(same)
-    is_last = inside & (_how_many(earlier) == many - 1)
-    tl.store(table + to * blocks + block, _how_many(same & opens[None, :]), mask=is_last)
-    tl.store(table + (ranks + to) * blocks + block, many, mask=is_last)
+    _store_counts(table, tl.where(opens, to, ranks), blocks, ranks, BINS)
+    _store_counts(table + ranks * blocks, to, blocks, ranks, BINS)
 
 
 @triton.jit
 def _leave_kernel(
     opened, rank, slot, ends, gates, row_token, token_rows, choices, message, total, blocks, ranks,
-    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the tables of what leaves; each token's first choice also fills what its others leave empty."""
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    at = block * BLOCK + lane
-    inside = at < total
+    at = block * PER + lane
+    inside = (lane < PER) & (at < total)
     own = tl.load(opened + at, mask=inside, other=0)
     opens = inside & ((own & 1) == 1)
     own = own >> 1
@@ -139,13 +144,29 @@ def _leave_kernel(
 
 
 @triton.jit
-def _source(sizes, at, total, ranks):
+def _rows_kernel(sent, received, edges, rows, ranks, BLOCK: tl.constexpr):
+    """Rows to each rank by one program, from each rank by the other: the last assignment's, and one."""
+    side = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < ranks
+    stop = tl.load(edges + side * ranks + at, mask=inside, other=0)
+    some = inside & (stop > _start(edges + side * ranks, at, inside))
+    if side == 0:
+        last = tl.load(sent + (stop - 1) * 3, mask=some, other=-1)
+    else:
+        last = tl.load(received + (stop - 1) * 3, mask=some, other=-1)
+    tl.store(rows + side * ranks + at, (last + 1).to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _source(received, stops, at, ranks):
     """Where the source of each arrival begins, among assignments and among rows."""
     start, first_row = tl.zeros_like(at), tl.zeros_like(at)
     done, rows = 0, 0
     for source in range(ranks):
-        rows += tl.load(sizes + 2 * source).to(tl.int32)
-        done += tl.load(sizes + 2 * source + 1).to(tl.int32)
+        stop = tl.load(stops + source)
+        rows += tl.load(received + (stop - 1) * 3, mask=stop > done, other=-1) + 1
+        done = stop
         later = at >= done
         start = tl.where(later, done, start)
         first_row = tl.where(later, rows, first_row)
@@ -154,7 +175,7 @@ def _source(sizes, at, total, ranks):
 
 @triton.jit
 def _arrive_kernel(
-    received, sizes, ends, source_row, arrival, row_places, gates, slots, total, blocks, ranks,
+    received, stops, ends, source_row, arrival, row_places, gates, slots, total, blocks, ranks,
     K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the tables of what arrived; each row's last assignment also fills the places that stay empty."""
@@ -167,14 +188,14 @@ def _arrive_kernel(
     gate = tl.load(received + at * 3 + 2, mask=inside, other=0)
     _, earlier = _same(slot, BLOCK)
     place = _how_many(earlier) + _start(ends, slot * blocks + block, inside)
-    start, first_row = _source(sizes, at, total, ranks)
+    start, first_row = _source(received, stops, at, ranks)
     nth = tl.zeros([BLOCK], tl.int32)
     for back in tl.static_range(1, K):
         there = inside & (at - back >= start)
         nth += (there & (tl.load(received + (at - back) * 3, mask=there, other=-2) == row)).to(tl.int32)
     more = inside & (at + 1 < total)
     next_row = tl.load(received + (at + 1) * 3, mask=more, other=-2)
-    next_start, _ = _source(sizes, at + 1, total, ranks)
+    next_start, _ = _source(received, stops, at + 1, ranks)
     is_last = inside & ((next_row != row) | (next_start != start))
     row = (row + first_row).to(tl.int64)
     tl.store(source_row + place, row, mask=inside)
@@ -187,51 +208,80 @@ def _arrive_kernel(
         tl.store(row_places + row * K + column, empty, mask=is_last & (column > nth))
 
 
-def _ends(keys: torch.Tensor, total: int, stride: int, bins: int) -> torch.Tensor:
-    """int32 ``[bins * B]``: where each block's elements of each key end, sorted by key."""
-    blocks = triton.cdiv(total, _BLOCK)
-    table = torch.zeros(bins * blocks, dtype=torch.int32, device=keys.device)
-    _count_kernel[(blocks,)](keys, table, total, stride, blocks, BLOCK=_BLOCK)
+def _bins(keys: int) -> int:
+    """A histogram's bins: one more than there are keys, for elements that are left out."""
+    return max(_FEWEST_BINS, triton.next_power_of_2(keys + 1))
+
+
+def _ends(keys: torch.Tensor, total: int, stride: int, per: int, bins: int) -> torch.Tensor:
+    """int32 ``[bins * B]``: where the elements of each key in each block of ``per`` end, sorted by key."""
+    blocks = triton.cdiv(total, per)
+    table = torch.empty(bins * blocks, dtype=torch.int32, device=keys.device)
+    _count_kernel[(blocks,)](keys, table, total, stride, blocks, per, bins, BLOCK=_BLOCK, BINS=_bins(bins))
     return table.cumsum(0, dtype=torch.int32)
 
 
-def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares) -> tuple[torch.Tensor, ...]:
+def _per_block(top_k: int) -> int:
+    """Choices in a block, of whole tokens."""
+    if top_k > _BLOCK:
+        raise ValueError(f"{top_k} experts per token are more than the {_BLOCK} that routing tables are made for")
+    return _BLOCK // top_k * top_k
+
+
+def count(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """See the reference; there is at least one choice."""
+    per = _per_block(top_k_index.shape[1])
+    ends = _ends(top_k_index.contiguous(), top_k_index.numel(), 1, per, num_experts)
+    loads = torch.empty(num_experts, dtype=torch.int64, device=ends.device)
+    blocks = len(ends) // num_experts
+    _loads_kernel[(triton.cdiv(num_experts, _BLOCK),)](ends, loads, blocks, num_experts, BLOCK=_BLOCK)
+    return loads, ends
+
+
+def leave(
+    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares, ends: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """See the reference; there is at least one choice. ``ends`` as :func:`count` gives them."""
     tokens, top_k = top_k_index.shape
     total, ranks, device = top_k_index.numel(), shares.ranks, top_k_index.device
-    blocks, width = triton.cdiv(total, _BLOCK), min(top_k, ranks)
+    per, width = _per_block(top_k), min(top_k, ranks)
+    blocks = triton.cdiv(total, per)
     keys, gates = top_k_index.contiguous(), top_k_weights.detach().contiguous()
-    whole = torch.empty(3 * total, dtype=torch.int64, device=device)
-    row_token, choices, halves = whole.split(total)
-    replica, opened = halves.view(torch.int32).split(total)
-    rank, slot, _ = shares.packed[2 * shares.experts + 1 :].split(shares.replicas)
-    ends = _ends(keys, total, 1, shares.experts)
-    _replica_kernel[(blocks,)](
-        keys, ends, shares.packed, replica, total, blocks, shares.experts, shares.replicas, shares.most, BLOCK=_BLOCK
-    )
-    table = torch.zeros(2 * ranks * blocks, dtype=torch.int32, device=device)
-    _open_kernel[(blocks,)](replica, rank, opened, table, total, blocks, ranks, K=top_k, BLOCK=_BLOCK)
+    row_token, choices = torch.empty(2 * total, dtype=torch.int64, device=device).split(total)
+    opened = torch.empty(total, dtype=torch.int32, device=device)
+    table = torch.empty(2 * ranks * blocks, dtype=torch.int32, device=device)
+    _open_kernel[(blocks,)](
+        keys, ends, shares.packed, opened, table, total, blocks, shares.experts, shares.replicas, shares.most, ranks,
+        K=top_k, PER=per, BLOCK=_BLOCK, BINS=_bins(ranks),
+    )  # fmt: skip
     token_rows = torch.empty(tokens, width, dtype=torch.int64, device=device)
     message = torch.empty(total, 3, dtype=torch.int32, device=device)
+    rank, slot, _ = shares.packed[2 * shares.experts + 1 : -2 * ranks].split(shares.replicas)
     _leave_kernel[(blocks,)](
         opened, rank, slot, table.cumsum(0, dtype=torch.int32), gates,
-        row_token, token_rows, choices, message, total, blocks, ranks, K=top_k, WIDTH=width, BLOCK=_BLOCK,
+        row_token, token_rows, choices, message, total, blocks, ranks, K=top_k, WIDTH=width, PER=per, BLOCK=_BLOCK,
     )  # fmt: skip
-    sizes = table.view(2, ranks, blocks).sum(2).t().contiguous()
-    return row_token, token_rows, choices, sizes, message
+    return row_token, token_rows, choices, message
 
 
-def arrive(received: torch.Tensor, sizes: torch.Tensor, rows: int, top_k: int, slots: int) -> tuple[torch.Tensor, ...]:
+def rows_both_ways(message: torch.Tensor, received: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """See the reference."""
+    rows = torch.empty_like(edges, dtype=torch.int64)
+    _rows_kernel[(2,)](message, received, edges, rows, edges.shape[1], BLOCK=triton.next_power_of_2(edges.shape[1]))
+    return rows
+
+
+def arrive(received: torch.Tensor, stops: torch.Tensor, rows: int, top_k: int, slots: int) -> tuple[torch.Tensor, ...]:
     """See the reference; at least one assignment arrived."""
     total, device = len(received), received.device
     blocks = triton.cdiv(total, _BLOCK)
     received = received.contiguous()
-    ends = _ends(received[:, 1], total, 3, slots)
+    ends = _ends(received[:, 1], total, 3, _BLOCK, slots)
     source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device)
     row_places = torch.empty(rows, top_k, dtype=torch.int64, device=device)
     gates = torch.empty(total, dtype=torch.float32, device=device)
     _arrive_kernel[(blocks,)](
-        received, sizes, ends, source_row, arrival, row_places, gates, slot, total, blocks, len(sizes),
+        received, stops, ends, source_row, arrival, row_places, gates, slot, total, blocks, len(stops),
         K=top_k, BLOCK=_BLOCK,
     )  # fmt: skip
     return source_row, arrival, row_places, gates, slot
