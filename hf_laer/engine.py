@@ -25,8 +25,7 @@ from hf_laer.config import AUTO, LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
-from hf_laer.plan import CostModel, compile_kernels, own_part
-from hf_laer.plan.owners import chunk_owners
+from hf_laer.plan import CostModel, chunk_owners, compile_kernels, gained, holders, own_part, owner_loads
 from hf_laer.plan.types import Placement, Plan
 from hf_laer.profile import Profile, read_profile, shipped_profile
 from hf_laer.shard.ahead import Era, Unsharder
@@ -35,7 +34,7 @@ from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
-from hf_laer.tables import digests, holds, table_of
+from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
 from hf_laer.tuner import LayerTuner
 
@@ -301,24 +300,9 @@ class Engine:
         )
         self._before = layer.name, run.table
         if training:
-            run.afterwards = lambda: self._learn(layer, loads, group, plans, mine, planned, counted.loads, top_k)
+            about = layer, loads, group, plans, mine, planned
+            run.afterwards = lambda: self._learn(*about, counts=counted.loads, top_k=top_k)
         return run
-
-    def _learn(
-        self,
-        layer: MoELayer,
-        loads: np.ndarray,
-        group: np.ndarray,
-        plans: list[Plan],
-        mine: Plan,
-        seconds: float,
-        counts: torch.Tensor,
-        top_k: int,
-    ) -> None:
-        """What a training micro-batch leaves behind; once its layer has been given to the device."""
-        self._observe(layer, loads, group, plans, mine, seconds)
-        if self.watcher is not None:
-            self.watcher(layer.name, self._everyones(counts), top_k)
 
     def era(self) -> Era:
         """Which pass, or which backward, is running; the number of a backward may differ between ranks."""
@@ -436,32 +420,44 @@ class Engine:
         # Under fsdp only this rank's plan is at hand, and all are alike.
         return table if len(table) == self.comms.weights.size else table * self.comms.weights.size
 
-    def _observe(
-        self, layer: MoELayer, loads: np.ndarray, group: np.ndarray, plans: list[Plan], mine: Plan, seconds: float
+    def _learn(
+        self,
+        layer: MoELayer,
+        loads: np.ndarray,
+        group: np.ndarray,
+        plans: list[Plan],
+        mine: Plan,
+        seconds: float,
+        *,
+        counts: torch.Tensor,
+        top_k: int,
     ) -> None:
-        """Feeds the tuner and the recorder; only ever with a training micro-batch's first forward."""
+        """Feeds tuner, recorder and watcher; only ever with a training micro-batch's first forward."""
         if relays(layer.config):
             self._tuner(layer).observe(loads, plans)
-        held = np.concatenate([holds(plan.placement, layer.spec.num_experts) for plan in plans])
+        experts = layer.spec.num_experts
+        tables = [holders(plan.placement.slots, experts) for plan in plans]
+        held = tables[0] if len(tables) == 1 else np.concatenate(tables)
         before = self._held.get(layer.name, held)
         self._held[layer.name] = held
-        owner_loads = np.zeros(len(group), np.int64)
-        np.add.at(owner_loads, chunk_owners(layer.spec.num_experts, len(group)), group.sum(0))
+        expert_loads, before_plan = owner_loads(group, chunk_owners(experts, len(group)))
         step = self._steps[layer.name] = self._steps.get(layer.name, -1) + 1
         self.recorder.add(
             LayerRecord(
                 layer=layer.name,
                 step=step,
-                expert_loads=group.sum(0),
-                loads_before=owner_loads,
+                expert_loads=expert_loads,
+                loads_before=before_plan,
                 loads_after=mine.rank_loads,
                 spilled=sum(plan.spilled for plan in plans),
-                moved=int((held & ~before).sum()),
+                moved=int(gained(held, before)),
                 plan_seconds=seconds,
                 forecast=self._tuner(layer).forecast if relays(layer.config) else "",
                 strategy=layer.config.strategy,
             )
         )
+        if self.watcher is not None:
+            self.watcher(layer.name, self._everyones(counts), top_k)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

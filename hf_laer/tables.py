@@ -1,19 +1,11 @@
-"""What the engine reads off plans: who holds what, in which slots, and hashes of it."""
+"""What the engine reads off plans: which experts are in which slots, and hashes of it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hf_laer.plan.types import EMPTY, Placement, Plan, digest_of
+from hf_laer.plan.types import Placement, Plan, digest_of
 from hf_laer.shard.exchange import SlotTable
-
-
-def holds(placement: Placement, num_experts: int) -> np.ndarray:
-    """bool ``[N, E]``: who holds what."""
-    holds = np.zeros((placement.num_ranks, num_experts), bool)
-    rank, slot = np.nonzero(placement.slots != EMPTY)
-    holds[rank, placement.slots[rank, slot]] = True
-    return holds
 
 
 def table_of(placements: list[Placement]) -> SlotTable:

@@ -114,7 +114,7 @@ def make_routes(departure: Departure, slot_counts: list[int], most_rows: int, co
     received = departure.pending.wait()
     rows = rows_both_ways(leaving.message, received, edges)
     arrived = arrive(received, edges[1], most_rows, departure.top_k, len(slot_counts))
-    groups = Groups.of(slot_counts, received.device, arrived.slot)
+    groups = Groups(slot_counts, departure.shares.slot_ends, arrived.slot)
     # The host waits once, for how many rows there are; assignments are known from the plan.
     send_rows, receive_rows = comm.to_host(rows).tolist()
     return Routes(

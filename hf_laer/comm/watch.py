@@ -105,25 +105,13 @@ class Watch:
         finally:
             self.where = before
 
-    @contextmanager
-    def waits(self, collective: str, where: Where) -> Iterator[None]:
+    def waits(self, collective: str, where: Where) -> _Waits:
         """A block in which the host waits.
 
         Raises:
             CollectiveError: The block raised a ``RuntimeError``, which is chained.
         """
-        started = time.monotonic()
-        self.waiting = Waiting(collective, where, started)
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            seconds = time.monotonic() - started
-            message = f"rank {self.rank}: the {collective} in {where} failed after {seconds:.1f} s: {error} ({_ADVICE})"
-            raise CollectiveError(message, self.rank, collective, where) from error
-        finally:
-            self.waiting, self._speak_at = None, self._first
+        return _Waits(self, Waiting(collective, where, time.monotonic()))
 
     def look(self, now: float) -> None:
         """Reports the wait that is going on, if it is due; called from the watching thread."""
@@ -140,6 +128,30 @@ class Watch:
             self.limit,
             _ADVICE,
         )
+
+
+class _Waits:
+    """See :meth:`Watch.waits`; a class, as every collective passes here several times and a generator takes longer."""
+
+    __slots__ = ("_waiting", "_watch")
+
+    def __init__(self, watch: Watch, waiting: Waiting) -> None:
+        self._watch, self._waiting = watch, waiting
+
+    def __enter__(self) -> None:
+        self._watch.waiting = self._waiting
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        watch, waiting = self._watch, self._waiting
+        watch.waiting, watch._speak_at = None, watch._first
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return
+        seconds = time.monotonic() - waiting.since
+        message = (
+            f"rank {watch.rank}: the {waiting.collective} in {waiting.where} failed after {seconds:.1f} s: {error} "
+            f"({_ADVICE})"
+        )
+        raise CollectiveError(message, watch.rank, waiting.collective, waiting.where) from error
 
 
 _watched: WeakSet[Watch] = WeakSet()

@@ -60,11 +60,10 @@ class Groups:
     _apart: dict[int, Apart] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, counts: list[int], device: torch.device, slot: torch.Tensor | None = None) -> Groups:
-        """Groups with ``counts`` rows each; ``slot`` if it is at hand."""
+    def of(cls, counts: list[int], device: torch.device) -> Groups:
+        """Groups with ``counts`` rows each."""
         sizes = torch.tensor(counts, dtype=torch.int64)
-        if slot is None:
-            slot = torch.arange(len(counts)).repeat_interleave(sizes).to(device)
+        slot = torch.arange(len(counts)).repeat_interleave(sizes).to(device)
         return cls(counts, sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True), slot)
 
     def split(self, sizes: tuple[int, ...]) -> list[tuple[int, int, Groups]]:
@@ -103,7 +102,8 @@ class Groups:
         for size in sizes:
             counts = self.counts[slots : slots + size]
             stop = rows + sum(counts)
-            yield rows, stop, Groups(counts, self.ends[slots : slots + size] - rows, self.slot[rows:stop] - slots)
+            ends, slot = self.ends[slots : slots + size], self.slot[rows:stop]
+            yield rows, stop, Groups(counts, ends - rows if rows else ends, slot - slots if slots else slot)
             slots, rows = slots + size, stop
 
 

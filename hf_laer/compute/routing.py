@@ -26,9 +26,9 @@ class Shares:
     """Which replica serves which part of each expert's stream, on the device in one tensor.
 
     Args:
-        packed: int32 ``[E + 1 + E + 3P + 2N]``: the first replica of each expert, then the tokens that earlier ranks
-            have in its stream, then each replica's rank, slot, and the end of its part; then where the choices to
-            each rank end, and where those from each rank do.
+        packed: int32 ``[E + 1 + E + 3P + 2N + S]``: the first replica of each expert, then the tokens that earlier
+            ranks have in its stream, then each replica's rank, slot, and the end of its part; then where the choices
+            to each rank end, where those from each rank do, and where the rows of each of this rank's slots do.
         experts: E.
         replicas: P.
         most: The most replicas that an expert has.
@@ -51,7 +51,8 @@ class Shares:
             own: This rank's part of the plan.
             device: The tokens'.
         """
-        parts = (split.first, before, split.rank, split.slot, split.end, own.sent.cumsum(), own.received.cumsum())
+        ends = (own.sent.cumsum(), own.received.cumsum(), own.slots.cumsum())
+        parts = (split.first, before, split.rank, split.slot, split.end, *ends)
         # int32: no micro-batch sends two thousand million tokens to one expert.
         packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
         most = int((split.first[1:] - split.first[:-1]).max(initial=0))
@@ -65,7 +66,17 @@ class Shares:
     @property
     def edges(self) -> torch.Tensor:
         """int32 ``[2, N]``: where the choices to each rank end, and those from each rank."""
-        return self.packed[-2 * self.ranks :].view(2, self.ranks)
+        start = self._ends
+        return self.packed[start : start + 2 * self.ranks].view(2, self.ranks)
+
+    @property
+    def slot_ends(self) -> torch.Tensor:
+        """int32 ``[S]``: where the rows of each of this rank's slots end."""
+        return self.packed[self._ends + 2 * self.ranks :]
+
+    @property
+    def _ends(self) -> int:
+        return 2 * self.experts + 1 + 3 * self.replicas
 
 
 class Counted(NamedTuple):

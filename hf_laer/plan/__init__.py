@@ -7,8 +7,8 @@ from .groups import join_groups, stack_groups
 from .guard import cheaper, no_worse_than_ep
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
-from .own import OwnPart, own_part
-from .owners import chunk_owners
+from .own import OwnPart, gained, holders, own_part
+from .owners import chunk_owners, owner_loads
 from .registry import PLANNERS, get_planner, planner_summary
 from .relocate import flexmoe, flexmoe_placement, smartmoe, smartmoe_owners
 from .shadow import fastermoe, prophet, prophet_placement
@@ -49,7 +49,9 @@ __all__ = [
     "fsep",
     "fsep_llep",
     "fsep_placement",
+    "gained",
     "get_planner",
+    "holders",
     "imbalance",
     "initial_placement",
     "join_groups",
@@ -60,6 +62,7 @@ __all__ = [
     "lplb",
     "no_worse_than_ep",
     "own_part",
+    "owner_loads",
     "planner_summary",
     "predict",
     "prophet",

@@ -1,4 +1,4 @@
-"""What one rank has to do with a plan: choices that travel between it and the others, tokens in its slots."""
+"""What a plan means for one rank, and who holds what, read off in compiled code: a step does it in every layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ._jit import kernel
-from .types import Plan
+from .types import EMPTY, Plan
 
 
 class OwnPart(NamedTuple):
@@ -52,3 +52,24 @@ def _own_part(
                 begin += take
                 tokens -= take
     return sent, received, counts
+
+
+@kernel
+def holders(slots: np.ndarray, experts: int) -> np.ndarray:
+    """bool ``[N, E]``: which rank holds which expert, from slots int64 ``[N, S]``."""
+    held = np.zeros((len(slots), experts), np.bool_)
+    for rank in range(len(slots)):
+        for expert in slots[rank]:
+            if expert != EMPTY:
+                held[rank, expert] = True
+    return held
+
+
+@kernel
+def gained(held: np.ndarray, before: np.ndarray) -> int:
+    """How many experts ranks hold that they did not hold before, both as :func:`holders` gives them."""
+    count = 0
+    for rank in range(len(held)):
+        for expert in range(held.shape[1]):
+            count += held[rank, expert] and not before[rank, expert]
+    return count

@@ -8,7 +8,7 @@ from .cost import CostModel, predict
 from .fixed import fsdp
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
-from .own import own_part
+from .own import gained, holders, own_part
 from .owners import chunk_owners
 from .spill import fsep_llep
 from .split import fsep
@@ -21,6 +21,8 @@ def compile_kernels() -> None:
     cost = CostModel(Topology(2, 2), 1, 1, 1)
     plan = llep(loads, chunk_owners(3, 2), min_tokens_per_gemm=1, imbalance_threshold=1.0, cost=cost)
     own_part(plan, loads, 0)
+    held = holders(plan.placement.slots, 3)
+    gained(held, held)
     fsep(loads, laer_placement(loads, 2, 2))
     fsep(loads, fsep_placement(loads, 2, 2), ranks_per_node=1)
     fsep(loads, initial_placement(3, 2, 2))

@@ -256,7 +256,8 @@ def leave(
     )  # fmt: skip
     token_rows = torch.empty(tokens, width, dtype=torch.int64, device=device)
     message = torch.empty(total, 3, dtype=torch.int32, device=device)
-    rank, slot, _ = shares.packed[2 * shares.experts + 1 : -2 * ranks].split(shares.replicas)
+    first, replicas = 2 * shares.experts + 1, shares.replicas
+    rank, slot = shares.packed[first : first + replicas], shares.packed[first + replicas : first + 2 * replicas]
     _leave_kernel[(blocks,)](
         opened, rank, slot, table.cumsum(0, dtype=torch.int32), gates,
         row_token, token_rows, choices, message, total, blocks, ranks, K=top_k, WIDTH=width, PER=per, BLOCK=_BLOCK,
