@@ -53,8 +53,9 @@ def test_all_gradients(ranks, world_size: int, strategy: str, family: str, recom
         {"target_parameters": ["mlp.experts.down_proj"], "r": 9},
         {"target_modules": "all-linear", "target_parameters": None},
         {"target_modules": ["q_proj"], "target_parameters": None, "modules_to_save": ["experts"]},
+        {"target_modules": ["q_proj", "v_proj"], "target_parameters": None},
     ],
-    ids=["one stack", "all-linear", "experts in full"],
+    ids=["one stack", "all-linear", "experts in full", "attention only"],
 )
 def test_other_targets(ranks, settings) -> None:
     counts = ranks(2).run(cases_lora.equal_gradients, family="qwen3_moe", strategy="llep", settings=settings)

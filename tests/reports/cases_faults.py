@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -47,6 +48,8 @@ def fails(folder: str, strategy: str, fault: str, limit: float) -> dict[str, Any
     """Rank 1 fails in its second step, in the place that ``fault`` names; the others go on with theirs."""
     with own_world(folder, limit):
         model = patched(tiny_model("qwen3_moe"), strategy=strategy)
+        if fault == "raises in recompute":
+            model.gradient_checkpointing_enable()
         trained(model, 1)
         if dist.get_rank() == BAD:
             _break(model, fault)
@@ -57,6 +60,8 @@ def _break(model: nn.Module, fault: str) -> None:
     block = model.model.layers[1].mlp
     if fault == "raises in forward":
         block.register_forward_pre_hook(_raise)
+    elif fault == "raises in recompute":
+        block.register_forward_pre_hook(lambda *_: _raise() if torch._C._current_graph_task_id() != -1 else None)
     else:
         block.register_full_backward_pre_hook(_raise)
 
@@ -72,10 +77,10 @@ def has_fewer_batches(folder: str, strategy: str, limit: float) -> dict[str, Any
         return told(lambda: trained(model, 2 if dist.get_rank() == BAD else 3))
 
 
-def dies(folder: str) -> None:
+def dies(folder: str, strategy: str) -> None:
     """Rank 1 is killed in its second step; the others leave what they were told in files."""
     rank = dist.get_rank()
-    model = patched(tiny_model("qwen3_moe"), strategy="llep")
+    model = patched(tiny_model("qwen3_moe"), strategy=strategy)
     trained(model, 1)
     if rank == BAD:
         model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))

@@ -315,9 +315,35 @@ def killed_while_saving(folder: str, kind: str, moment: str) -> None:
     trained_by_trainer(folder, kind, "fsep", None, **settings)
 
 
+def state_killed_while_saving(folder: str, kind: str, moment: str) -> None:
+    """Two steps, a state, a third step, and a second state under the same name, whose save is killed."""
+    with rig.fresh_accelerate():
+        run = shared("fsep", kind)
+        run.train(2)
+        save_state(run.accelerator, f"{folder}/state")
+        run.train(1)
+        _kill_at(moment, 1)
+        save_state(run.accelerator, f"{folder}/state")
+
+
+def resumed_after_a_killed_state(folder: str, kind: str, name: str) -> None:
+    """The earlier state is whole: from it, the next steps are those of a run that was never cut."""
+    with rig.fresh_accelerate():
+        whole = shared("llep", kind).train(4)
+    with rig.fresh_accelerate():
+        run = shared("llep", kind)
+        run.accelerator.load_state(f"{folder}/{name}")
+        run.micro = 4
+        ours = run.train(2)
+    rig.assert_same(ours, {key: whole[key][2:] for key in ("loss", "grad_norm")} | {"weights": whole["weights"]})
+
+
 def _kill_at(moment: str, time: int) -> None:
-    """Kills this process in the ``time``-th save: within the model's file, the optimizer's, or before the state."""
-    seen = {"model": 0, "optimizer": 0, "state": 0}
+    """Kills this process in the ``time``-th save.
+
+    Within the model's file or the optimizer's, before Trainer's state, or before a whole state takes its name.
+    """
+    seen = {"model": 0, "optimizer": 0, "state": 0, "rename": 0}
 
     def count(what: str, path: str) -> None:
         seen[what] += 1
@@ -349,6 +375,12 @@ def _kill_at(moment: str, time: int) -> None:
         count("state", "")
         return done
 
+    def renaming(path: Path, target: Any) -> Any:
+        if path.name.endswith(".part"):
+            count("rename", "")
+        return replace(path, target)
+
+    replace, Path.replace = Path.replace, renaming  # type: ignore[method-assign]
     torch.save, FileSystemWriter.write_data, Trainer._save_optimizer_and_scheduler = saving, writing, saving_both
 
 

@@ -13,7 +13,7 @@ from tests.reports import cases_check, cases_faults
 LIMIT = 3.0
 WHERE = re.compile(
     r"rank (\d): the (all-gather|all-to-all|all-reduce) of (tokens|weights) in (model\.layers\.\d\.mlp\.experts), "
-    r"(forward|backward) of micro-batch (\d) failed after"
+    r"(forward|backward|recompute) of micro-batch (\d) failed after"
 )
 
 
@@ -40,6 +40,29 @@ def test_a_rank_raises(ranks, tmp_path, strategy: str, fault: str) -> None:
     for match in check_told(results, LIMIT):
         assert match[4] == "model.layers.1.mlp.experts"
         assert (match[5], match[6]) == (fault.split()[-1], "1")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["raises in forward", "raises in backward", "raises in recompute"])
+@pytest.mark.parametrize("strategy", ["ep", "llep", "fsep", "fsep+llep", "fsdp"])
+def test_a_rank_raises_under_any_strategy(ranks, tmp_path, strategy: str, fault: str) -> None:
+    results = ranks(3).run(cases_faults.fails, folder=str(tmp_path), strategy=strategy, fault=fault, limit=LIMIT)
+    assert results[1]["kind"] == "ArithmeticError"
+    # Under fsdp all that a forward needs may have come ahead of it.
+    late = ("backward",) if strategy == "fsdp" else ()
+    phases = {"forward": ("forward", *late), "backward": ("backward",), "recompute": ("recompute", "backward")}
+    for match in check_told(results, LIMIT):
+        assert match[5] in phases[fault.split()[-1]]
+        assert match[6] == "1"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ep", "fsep", "fsep+llep", "fsdp"])
+def test_a_rank_has_fewer_batches_under_any_strategy(ranks, tmp_path, strategy: str) -> None:
+    results = ranks(3).run(cases_faults.has_fewer_batches, folder=str(tmp_path), strategy=strategy, limit=LIMIT)
+    assert not results[1]["kind"]
+    for match in check_told(results, LIMIT):
+        assert (match[5], match[6]) == ("forward", "2")
 
 
 def test_a_rank_has_fewer_batches(ranks, tmp_path) -> None:
@@ -120,10 +143,11 @@ def test_checked_training_equals_the_unpatched_model(ranks) -> None:
     ranks(4).run(cases_check.sound, strategy="fsep", group_size=2)
 
 
-def test_a_rank_dies(tmp_path) -> None:
+@pytest.mark.parametrize("strategy", ["llep", *(pytest.param(one, marks=pytest.mark.long) for one in ("ep", "fsep"))])
+def test_a_rank_dies(tmp_path, strategy: str) -> None:
     """Three ranks: of more, those that never wait for it itself end when the others do."""
     with pytest.raises(RankFailure, match="exit code -9"):
-        RankPool(3).run(cases_faults.dies, folder=str(tmp_path))
+        RankPool(3).run(cases_faults.dies, folder=str(tmp_path), strategy=strategy)
     for rank in (0, 2):
         seconds, message = Path(tmp_path, f"{rank}.txt").read_text().split(" ", 1)
         assert float(seconds) < 5

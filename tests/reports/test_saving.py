@@ -70,15 +70,15 @@ def test_b84_four_ranks_save_one_and_two_resume(ranks, tmp_path: Path, strategy:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_b84_eight_ranks_resume_what_four_saved(ranks, tmp_path: Path) -> None:
-    """More ranks than half the experts: one owns none."""
-    wanted = ranks(4).run(cases.saves, folder=str(tmp_path), strategy="llep")[0]
-    eight = ranks(8)
+@pytest.mark.parametrize(("savers", "resumers"), [(4, 8), (1, 8), (8, 1), (8, 2)])
+def test_b84_eight_ranks(ranks, tmp_path: Path, savers: int, resumers: int) -> None:
+    """More ranks than experts: one owns none."""
+    wanted = ranks(savers).run(cases.saves, folder=str(tmp_path), strategy="llep", seconds=200)[0]
     ways = [("llep", SHARDED), ("fsep", FULL), ("fsep", SHARDED)]
     try:
-        eight.run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted, seconds=400)
+        ranks(resumers).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted, seconds=400)
     finally:
-        eight.stop()
+        ranks(8).stop()
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -188,6 +188,25 @@ def test_killed_save_leaves_the_earlier_checkpoint(ranks, tmp_path: Path, kind: 
     with pytest.raises(RankFailure, match="exit code -9"):
         ranks(2).run(cases.killed_while_saving, folder=str(tmp_path), kind=kind, moment=moment)
     ranks(2).run(cases.resumed_after_a_kill, folder=str(tmp_path), kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        (SHARDED, "optimizer"),
+        *(
+            pytest.param(kind, moment, marks=pytest.mark.long)
+            for kind, moment in [(SHARDED, "model"), (SHARDED, "rename"), (FULL, "model"), (FULL, "optimizer")]
+        ),
+    ],
+)
+def test_killed_state_leaves_the_earlier_one(ranks, tmp_path: Path, kind: str, moment: str) -> None:
+    """``save_state`` over an earlier state: that is there still, under its own name unless both were whole by then."""
+    with pytest.raises(RankFailure, match="exit code -9"):
+        ranks(2).run(cases.state_killed_while_saving, folder=str(tmp_path), kind=kind, moment=moment)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == ({"state.old", "state.part"} if moment == "rename" else {"state", "state.part"})
+    ranks(2).run(cases.resumed_after_a_killed_state, folder=str(tmp_path), kind=kind, name=min(found - {"state.part"}))
 
 
 def test_saves_are_marked_and_written_aside(ranks, tmp_path: Path) -> None:
