@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import tracemalloc
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from hf_laer.cli.main import main
+from hf_laer.shard import exchange
+from hf_laer.shard.home import Home, Layout
 from hf_laer.soak.run import report, slope
 from hf_laer.soak.task import Settings, batch
 
@@ -38,6 +46,34 @@ def test_a_report_finds_what_is_wrong() -> None:
 
 def test_slope_is_in_megabytes_per_thousand_steps() -> None:
     assert slope([[step, 10**9 + 3 * 2**20 * step // 1000] for step in range(0, 500, 10)]) == pytest.approx(3, rel=1e-3)
+
+
+def test_what_is_left_out_of_memory_has_a_bound() -> None:
+    """What is kept of slot tables seen: as much after 900 different ones as after 450, and a few megabytes."""
+    rng, ranks, experts = np.random.default_rng(0), 8, 32
+    layouts = [Layout.sharded(shape, 1, ranks) for shape in ((experts, 50, 34), (experts, 34, 25))]
+    homes = {str(at): Home(nn.Parameter(torch.empty(0)), layout) for at, layout in enumerate(layouts)}
+
+    def see(tables: int) -> int:
+        for _ in range(tables):
+            table = tuple(tuple(sorted(rng.choice(experts, 6, replace=False).tolist())) for _ in range(ranks))
+            exchange.is_local(homes, table)
+            exchange.beyond_own(homes, table)
+            for layout, other in itertools.product(layouts, range(ranks)):
+                exchange.piece(layout, 0, table[other])
+                exchange.piece(layout, other, table[0])
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    exchange.forget_tables()
+    tracemalloc.start()
+    try:
+        empty, some, more = see(0), see(450), see(450)
+    finally:
+        tracemalloc.stop()
+        exchange.forget_tables()
+    assert 2**19 < some - empty < 2**24, "nothing was kept, or too much"
+    assert more - some < 0.05 * (some - empty)
 
 
 def test_streams_do_not_depend_on_the_ranks_of_a_part() -> None:
