@@ -23,6 +23,9 @@ LARGEST_NUMBER = 2.0**62
 LONGEST = 4096
 # Host time of one layer, forward and backward, where it was not measured.
 HOST_SECONDS = 2e-3
+# By so much spilling took longer on two H200 than was predicted without it: the median of 29 layers and routings with
+# 4,096 to 65,536 tokens per rank (docs/benchmarks.md).
+SPILL_SECONDS = 2.3e-3
 # Bytes read and written per second in the memory of the GPUs that profiles are shipped for, four fifths of the data
 # sheet's; and on a CPU rank under gloo, where every figure is a rough one.
 _COPIES = {"h200": 3.8e12, "h100": 2.7e12, "a100": 1.6e12}
@@ -49,6 +52,7 @@ class Profile:
         inter_per_rank: Bytes/s that one rank sends to other nodes while all ranks do.
         inter_latency: Seconds, likewise.
         host_seconds: By strategy, the least time of one layer's forward and backward, which is the host's.
+        spill_seconds: What spilling takes beyond its bytes, forward and backward of one layer: the host's part in it.
         memory_bytes: A device's memory, or 0 where that is not known.
         assumed: Fields that were not measured.
         measured: Points behind the figures, ``(bytes or rows, seconds)`` by name; for the reader, not for predictions.
@@ -67,6 +71,7 @@ class Profile:
     inter_per_rank: float
     inter_latency: float
     host_seconds: dict[str, float]
+    spill_seconds: float = SPILL_SECONDS
     memory_bytes: int = 0
     assumed: tuple[str, ...] = ()
     measured: dict[str, Curve] = field(default_factory=dict)
@@ -116,6 +121,7 @@ class Profile:
             gemm_tokens=self.gemm_tokens,
             gemm_efficiency=self.gemm_efficiency,
             copy_bandwidth=self.copy_bandwidth,
+            spill_seconds=self.spill_seconds,
         )
 
     def host(self, strategy: str) -> float:
@@ -139,7 +145,7 @@ class Profile:
         given = {name: value for name, value in values.items() if name != "format"}
         if unknown := sorted(map(str, set(given) - set(known))):
             raise ValueError(f"unknown fields {', '.join(unknown)[:200]}; known: {', '.join(known)}")
-        needed = [name for name in known if name not in ("memory_bytes", "assumed", "measured")]
+        needed = [name for name in known if name not in ("spill_seconds", "memory_bytes", "assumed", "measured")]
         if missing := [name for name in needed if name not in given]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         for name in ("gemm_tokens", "gemm_efficiency", "assumed"):
@@ -215,7 +221,7 @@ def shipped_profile(device: str) -> Profile:
         inter_per_rank=figures["inter_per_rank"],
         inter_latency=machine.inter_latency,
         host_seconds=dict.fromkeys(STRATEGIES, HOST_SECONDS),
-        assumed=("flops", "gemm_tokens", "gemm_efficiency", "copy_bandwidth", *_LINKS, "host_seconds"),
+        assumed=("flops", "gemm_tokens", "gemm_efficiency", "copy_bandwidth", *_LINKS, "host_seconds", "spill_seconds"),
     )
 
 
@@ -231,7 +237,16 @@ def _shipped_cpu() -> Profile:
         intra_latency=_CPU_LATENCY,
         inter_latency=_CPU_LATENCY,
         host_seconds=dict.fromkeys(STRATEGIES, HOST_SECONDS),
-        assumed=(*_CPU, "gemm_tokens", "gemm_efficiency", "intra_latency", "inter_latency", "host_seconds"),
+        spill_seconds=0.0,
+        assumed=(
+            *_CPU,
+            "gemm_tokens",
+            "gemm_efficiency",
+            "intra_latency",
+            "inter_latency",
+            "host_seconds",
+            "spill_seconds",
+        ),
         flops=_CPU["flops"],
         copy_bandwidth=_CPU["copy_bandwidth"],
         intra_bandwidth=_CPU["intra_bandwidth"],

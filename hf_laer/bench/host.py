@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_laer.bench.layer import LayerShape, measure, timed
+from hf_laer.bench.layer import Bench, LayerShape, measure, timed
 from hf_laer.bench.rivals import BenchWeights, Products
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import communicators
@@ -81,6 +81,7 @@ def measure_host(
         "copy_bandwidth": curves["copy"][-1][0] / curves["copy"][-1][1],
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,
         "host_seconds": {name: _host_seconds(name, device, sizes.dtype) for name in STRATEGIES},
+        "spill_seconds": _spill_seconds(device, sizes.dtype),
         **_links(groups.tokens, groups.weights, device, effort, curves),
     }
     shipped = shipped_profile(torch.cuda.get_device_name(device) if on_gpu else "cpu")
@@ -191,5 +192,15 @@ def _row_flops(sizes: BenchWeights) -> int:
 
 def _host_seconds(strategy: str, device: torch.device, dtype: torch.dtype) -> float:
     """A layer so small that the host and the exchanges' latencies are all there is."""
-    shape = LayerShape(experts=4 * dist.get_world_size(), hidden=64, intermediate=64, top_k=2, tokens=16)
-    return measure(shape, strategy, "balanced", device, dtype, REPEATS).step_ms / 1e3
+    return measure(_smallest(), strategy, "balanced", device, dtype, REPEATS).step_ms / 1e3
+
+
+def _spill_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """What the same layer takes longer where it spills."""
+    settings = {"imbalance_threshold": 1.0, "min_tokens_per_gemm": 1}
+    plain, spilling = Bench(_smallest(), device, dtype, settings=settings).measure(["ep", "llep"], "95:2", REPEATS)
+    return max(0.0, spilling.step_ms - plain.step_ms) / 1e3
+
+
+def _smallest() -> LayerShape:
+    return LayerShape(experts=4 * dist.get_world_size(), hidden=64, intermediate=64, top_k=2, tokens=16)

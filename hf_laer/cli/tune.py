@@ -263,7 +263,7 @@ def _profile_table(profile: Profile) -> Table:
     reached = " ".join(f"{rows}:{part * profile.flops / 1e12:.3g}" for rows, part in rates)
     table.add_row("products, TFLOP/s by rows per group", reached, "")
     host = " ".join(f"{name}:{seconds * 1e3:.2f}" for name, seconds in profile.host_seconds.items())
-    table.add_row("host, ms per layer and step", host, "")
+    table.add_row("host, ms per layer and step", f"{host} spilling:+{profile.spill_seconds * 1e3:.2f}", "")
     return table
 
 

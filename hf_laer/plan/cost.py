@@ -219,6 +219,8 @@ def _times(
     # Master weights and two moments in fp32 beside the weights, over the node's links.
     moving = moved * 7 * cost.expert_bytes / cost.topology.inter_bandwidth
     exposed = weights - hidden + moving + trips * _packing_seconds(received, given, cost)
+    if sudden > 0:
+        exposed += cost.topology.spill_seconds * trips / 3
     exchanges = cost.exchanges * exchange
     return _Times(busy, exchanges, exposed, hidden, rows, int(foreign), received * trips, given * trips)
 

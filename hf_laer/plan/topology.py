@@ -38,6 +38,8 @@ class Topology:
         gemm_efficiency: The fraction of ``flops`` reached at each, in (0, 1].
         copy_bandwidth: Bytes/s read and written where one rank moves values about in its memory; 0 leaves the time of
             that out of predictions.
+        spill_seconds: What a layer's forward and backward take longer where weights travel that nobody foresaw, however
+            few: the host's part in it. 0 leaves it out.
 
     Raises:
         ValueError: A figure is not positive, or the curve is not one.
@@ -53,6 +55,7 @@ class Topology:
     gemm_tokens: tuple[int, ...] = GEMM_TOKENS
     gemm_efficiency: tuple[float, ...] = GEMM_EFFICIENCY
     copy_bandwidth: float = 0.0
+    spill_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "ranks_per_node"):
@@ -61,7 +64,7 @@ class Topology:
         for name in ("num_ranks", "ranks_per_node", "flops", "intra_bandwidth", "inter_bandwidth"):
             if not _number(name, getattr(self, name)) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        for name in ("intra_latency", "inter_latency", "copy_bandwidth"):
+        for name in ("intra_latency", "inter_latency", "copy_bandwidth", "spill_seconds"):
             if _number(name, getattr(self, name)) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         tokens = [_number("gemm_tokens", value) for value in self.gemm_tokens]

@@ -1,6 +1,9 @@
 """Plans made on the very loads that they serve are never predicted slower than ep; hypothesis searches."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,3 +62,29 @@ def test_spilling_is_refused_where_batches_are_small():
     assert llep(loads, owners, **spill).spilled > 0
     assert llep(loads, owners, cost=cost, **spill).spilled == 0
     assert llep(loads * 1000, owners, cost=cost, **spill).spilled > 0
+
+
+def test_the_hosts_part_of_spilling_counts_once_however_little_is_spilled():
+    loads = np.full((8, 32), 2000)
+    loads[:, 0] = 9000
+    owners, placement = chunk_owners(32, 8), fsep_placement(loads, 8, 5)
+    free = topology("h200", 1, 8)
+    slow = replace(free, spill_seconds=0.003)
+
+    def seconds(plan, machine, home, foreseen=None, **settings):
+        cost = CostModel(machine, 2880, 2880, 4, **settings)
+        return predict(plan, loads, cost, home=home, owners=owners, foreseen=foreseen).predicted.seconds
+
+    def longer(*args, **settings):
+        return seconds(args[0], slow, *args[1:], **settings) - seconds(args[0], free, *args[1:], **settings)
+
+    spilling = llep(loads, owners, imbalance_threshold=1.0)
+    assert spilling.spilled > 0
+    assert longer(spilling, "whole") == pytest.approx(0.003)
+    assert longer(spilling, "whole", training=False) == pytest.approx(0.001)
+    assert longer(ep(loads, owners), "whole") == 0
+    assert longer(fsep(loads, placement), "sharded", placement) == 0
+    gain = seconds(ep(loads, owners), free, "whole") - seconds(spilling, free, "whole")
+    for worth, kept in ((0.9, True), (1.1, False)):
+        cost = CostModel(replace(free, spill_seconds=worth * gain), 2880, 2880, 4)
+        assert (llep(loads, owners, imbalance_threshold=1.0, cost=cost).spilled > 0) is kept
