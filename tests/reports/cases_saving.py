@@ -54,7 +54,8 @@ def shared(strategy: str | None, kind: str = KINDS[1], **settings: Any) -> Share
     if strategy is None:
         return Shared("qwen3_moe", rig.fsdp_plugin(state_dict_type=kind), **settings)
     name, _, chosen = strategy.partition(":")
-    plugin = rig.fsdp_plugin(LaerFSDPPlugin, state_dict_type=kind, laer=rig.eager(strategy=name))
+    room = {"slots_per_rank": 4} if settings.get("parallelism") else {}
+    plugin = rig.fsdp_plugin(LaerFSDPPlugin, state_dict_type=kind, laer=rig.eager(strategy=name, **room))
     if name != "auto":
         return Shared("qwen3_moe", plugin, **settings)
     wanted = chosen.split(",")
@@ -78,10 +79,10 @@ def moments(run: rig.Loop) -> dict[str, np.ndarray]:
     return found
 
 
-def saves(folder: str, strategy: str | None) -> Numbers:
+def saves(folder: str, strategy: str | None, **settings: Any) -> Numbers:
     """Three steps, both kinds of state, three more steps: their numbers, and ``moments`` as saved."""
     with rig.fresh_accelerate():
-        run = shared(strategy)
+        run = shared(strategy, **settings)
         run.train(3)
         kept = moments(run)
         for kind in KINDS:
@@ -94,11 +95,11 @@ def saves(folder: str, strategy: str | None) -> Numbers:
     return {key: numbers[key][3:] for key in ("loss", "grad_norm")} | {"weights": numbers["weights"], "moments": kept}
 
 
-def resumes(folder: str, ways: list[tuple[str | None, str]], wanted: Numbers) -> None:
+def resumes(folder: str, ways: list[tuple[str | None, str]], wanted: Numbers, **settings: Any) -> None:
     """Loads each (strategy, kind): the moments are those that were saved, the next steps those of the whole run."""
     for strategy, kind in ways:
         with rig.fresh_accelerate():
-            run = shared(strategy, kind)
+            run = shared(strategy, kind, **settings)
             run.accelerator.load_state(f"{folder}/{kind}")
             run.micro = 6
             found = moments(run)

@@ -81,6 +81,18 @@ def test_b84_eight_ranks(ranks, tmp_path: Path, savers: int, resumers: int) -> N
         ranks(8).stop()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("saver", ["fsep", "llep", None])
+def test_b84_to_and_from_replicas(ranks, tmp_path: Path, saver: str | None) -> None:
+    """What two replicas of two shards (HSDP) saved, two ranks resume; and the other way."""
+    replicas, one, two = {"parallelism": (2, 2)}, str(tmp_path / "one"), str(tmp_path / "two")
+    wanted = ranks(4).run(cases.saves, folder=one, strategy=saver, **replicas)[0]
+    ranks(2).run(cases.resumes, folder=one, ways=[(None, SHARDED), ("auto:llep,fsep", FULL)], wanted=wanted)
+    wanted = ranks(2).run(cases.saves, folder=two, strategy=saver)[0]
+    ways = [("fsep", FULL), ("fsep+llep", SHARDED)]
+    ranks(4).run(cases.resumes, folder=two, ways=ways, wanted=wanted, **replicas)
+
+
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_b86_adapters_of_every_rank(ranks, tmp_path: Path, kind: str) -> None:
     assert ranks(2).run(cases.adapters, folder=str(tmp_path), kind=kind) == [{1.0, 2.0}] * 2
