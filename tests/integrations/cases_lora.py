@@ -191,11 +191,11 @@ def trains_in_bf16(family: str, parallelism: tuple[int, int] | None = None, **la
     return counted(engine.recorder.drain())
 
 
-def saved_and_merged(folder: str, family: str, strategy: str) -> None:
+def saved_and_merged(folder: str, family: str, parallelism: tuple[int, int] | None = None, **laer: Any) -> None:
     """What PEFT saves of a patched model is what unpatched PEFT loads, runs and merges."""
     ids = tokens(2, 9, seed=5)
     with rig.fresh_accelerate():
-        run = trained(family, {"strategy": strategy}, False, {"r": 4, "use_rslora": True})
+        run = trained(family, laer, False, {"r": 4, "use_rslora": True}, parallelism=parallelism)
         weights = rig.gathered(run.model)
         with torch.no_grad():
             want = run.model.eval()(input_ids=ids).logits

@@ -25,6 +25,13 @@ def test_b93_files_are_unpatched_peft_s(ranks, tmp_path, family: str, strategy: 
     ranks(2).run(cases_lora.saved_and_merged, folder=str(tmp_path), family=family, strategy=strategy)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [{"parallelism": (2, 2)}, {"group_size": 2}], ids=["replicas", "groups"])
+def test_b93_files_from_parts_of_the_ranks(ranks, tmp_path, mesh) -> None:
+    laer = {"strategy": "fsep", "slots_per_rank": 4, **mesh}
+    ranks(4).run(cases_lora.saved_and_merged, folder=str(tmp_path), family="mixtral", **laer)
+
+
 @pytest.mark.parametrize("strategy", ["llep", "fsep"])
 def test_b94_several_adapters_and_none(ranks, strategy: str) -> None:
     ranks(2).run(cases_adapters.several_adapters, strategy=strategy)
