@@ -31,6 +31,7 @@ from hf_laer.profile import Profile, read_profile, shipped_profile
 from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
+from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
@@ -149,11 +150,14 @@ class Engine:
             _compile_planners(mesh, self.ranks_per_node)
             self._choose(mesh.size(mesh.ndim - 1), self.compute_dtype or compute_dtype)
             groups = self._checked_groups(mesh)
-            self.comms = communicators(mesh, len(groups[0]), self.watch, self.config.check_collectives)
+            told = self.config.check_collectives, self.ranks_per_node
+            self.comms = communicators(mesh, len(groups[0]), self.watch, *told)
         except ValueError:
             self.restore(detached)
             raise
         self._groups, self.mesh = groups, mesh
+        node = self.comms.node
+        self.unsharder.nodes = Nodes(self.ranks_per_node, node) if node is not None else None
         self.compute_dtype = self.compute_dtype or compute_dtype
         self.reduce_dtype = self.reduce_dtype or reduce_dtype
         for name in list(detached.parameters):

@@ -285,7 +285,8 @@ class MoELayer:
         dtype = engine.reduce_dtype or next(iter(homes.values())).parameter.dtype
         comms = engine.comms
         scale = 1 / comms.averaged_over / share
-        engine.returns.push(start_reshard(homes, grads, run.table, comms.weights, comms.replicas, dtype, scale))
+        told = comms.weights, comms.replicas, dtype, scale, engine.unsharder.nodes
+        engine.returns.push(start_reshard(homes, grads, run.table, *told))
 
 
 class _MoE(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -33,11 +33,13 @@ class Communicators:
         tokens: This rank's token group; tokens never leave it.
         weights: The ranks over which experts are sharded; loads and weights travel here.
         replicas: The ranks that hold the same shards (HSDP), or a group of one.
+        node: Those of ``weights`` on this rank's node, where there are several nodes and ranks with others on theirs.
     """
 
     tokens: Communicator = field(default_factory=LocalCommunicator)
     weights: Communicator = field(default_factory=LocalCommunicator)
     replicas: Communicator = field(default_factory=LocalCommunicator)
+    node: Communicator | None = None
 
     @property
     def averaged_over(self) -> int:
@@ -45,7 +47,9 @@ class Communicators:
         return self.weights.size * self.replicas.size
 
 
-def communicators(mesh: DeviceMesh, group_size: int, watch: Watch, check: bool = False) -> Communicators:
+def communicators(
+    mesh: DeviceMesh, group_size: int, watch: Watch, check: bool = False, ranks_per_node: int | None = None
+) -> Communicators:
     """Makes and warms the groups of a 1-D (shard) or 2-D (replicate, shard) mesh.
 
     Collective over all ranks of the world: each rank makes every group, in the same order.
@@ -55,6 +59,7 @@ def communicators(mesh: DeviceMesh, group_size: int, watch: Watch, check: bool =
         group_size: Consecutive ranks of the shard dimension that exchange tokens.
         watch: Told the rank and the groups' time limit; errors and long waits are reported through it.
         check: Ranks compare every collective before they issue it (:mod:`hf_laer.comm.check`).
+        ranks_per_node: Consecutive ranks of the shard dimension that share a node; ``None`` means all.
 
     Raises:
         ValueError: The mesh leaves ranks out.
@@ -67,15 +72,21 @@ def communicators(mesh: DeviceMesh, group_size: int, watch: Watch, check: bool =
     grid = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
     rows = [tuple(row) for row in grid.tolist()]
     columns = [tuple(column) for column in grid.t().tolist()]
-    blocks = [row[i : i + group_size] for row in rows for i in range(0, len(row), group_size)]
+    blocks = _blocks(rows, group_size)
     timeout = group_timeout(mesh.device_type)
     watch.begin(dist.get_rank(), timeout.total_seconds())
     mine = partial(_mine, timeout=timeout, watch=watch, check=_check(watch) if check else None)
     made = Communicators(
         tokens=mine(blocks, "tokens"), weights=mine(rows, "weights"), replicas=mine(columns, "replicas")
     )
+    if ranks_per_node is not None and 1 < ranks_per_node < len(rows[0]):
+        made = replace(made, node=mine(_blocks(rows, ranks_per_node), "weights inside the node"))
     _warm(made, mesh.device_type)
     return made
+
+
+def _blocks(rows: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    return [row[i : i + size] for row in rows for i in range(0, len(row), size)]
 
 
 def ranks_of_node() -> int:
@@ -130,7 +141,7 @@ def _mine(
 def _warm(made: Communicators, device_type: str) -> None:
     """Connects every group now: a first use when memory is nearly full is where bootstraps stall."""
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
-    for group in (made.tokens, made.weights, made.replicas):
+    for group in (made.tokens, made.weights, made.replicas, *([made.node] if made.node is not None else [])):
         ones = torch.ones(group.size, device=device)
         group.all_to_all(ones, [1] * group.size, [1] * group.size)
         group.all_reduce(ones)

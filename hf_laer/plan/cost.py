@@ -106,6 +106,7 @@ class CostModel:
             "intra_bandwidth": machine.intra_bandwidth,
             "inter_bandwidth": machine.inter_bandwidth,
             "latency": machine.latency,
+            "intra_latency": machine.intra_latency,
         }
         return np.array([values[name] for name in FIGURES], np.float64)
 

@@ -17,6 +17,7 @@ FIGURES = (
     "intra_bandwidth",
     "inter_bandwidth",
     "latency",
+    "intra_latency",
 )
 
 
@@ -67,15 +68,29 @@ def cost_parts(
     far = _far_rows(rows, width)
     exchange = _link_seconds(max(rows[0].max(), rows[1].max()) * row_bytes, far * row_bytes, intra, inter, latency)
     experts = loads.shape[1]
-    received, given, border = _weight_trip(slots, owners, home, experts, width)
-    most = max(received.max(), given.max()) * expert_bytes
-    trip = _link_seconds(most, border.max() * expert_bytes, intra, inter, latency)
+    received, given, border, passed = _weight_trip(slots, owners, home, experts, width)
+    trip = _trip_seconds(received, given, border, passed, expert_bytes, figures)
     foreseen = 0.0
     if known.shape[0] > 0:
-        known_in, known_out, known_border = _weight_trip(known, owners, home, experts, width)
-        most = max(known_in.max(), known_out.max()) * expert_bytes
-        foreseen = _link_seconds(most, known_border.max() * expert_bytes, intra, inter, latency)
+        known_in, known_out, known_border, known_passed = _weight_trip(known, owners, home, experts, width)
+        foreseen = _trip_seconds(known_in, known_out, known_border, known_passed, expert_bytes, figures)
     return rows, foreign, compute, received * expert_bytes, given * expert_bytes, exchange, trip, foreseen
+
+
+@kernel
+def _trip_seconds(
+    received: np.ndarray,
+    given: np.ndarray,
+    border: np.ndarray,
+    passed: np.ndarray,
+    expert_bytes: float,
+    figures: np.ndarray,
+) -> float:
+    """Seconds of a weight trip: what comes straight, then what is passed on inside nodes."""
+    intra, inter, latency, intra_latency = figures[4], figures[5], figures[6], figures[7]
+    straight = max((received - passed[0]).max(), (given - passed[1]).max())
+    seconds = _link_seconds(straight * expert_bytes, border.max() * expert_bytes, intra, inter, latency)
+    return seconds + _link_seconds(passed.max() * expert_bytes, 0.0, intra, inter, intra_latency)
 
 
 @kernel
@@ -146,48 +161,120 @@ def _efficiency(count: int, tokens: np.ndarray, efficiency: np.ndarray) -> float
 @kernel
 def _weight_trip(
     slots: np.ndarray, owners: np.ndarray, home: int, experts: int, width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One trip in experts: received and sent per rank, and the larger direction over each node's border."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """One trip in experts: received and sent per rank, the larger direction over each node's border, and of what is
+    received and sent what ranks of one node pass on to each other ``[2, N]``.
+    """
     ranks = slots.shape[0]
     nodes = -(-ranks // width)
-    received, sent = np.zeros(ranks), np.zeros(ranks)
+    received, sent, passed = np.zeros(ranks), np.zeros(ranks), np.zeros((2, ranks))
     far_in, far_out = np.zeros(nodes), np.zeros(nodes)
-    copies = np.zeros(experts, np.int64)
     near = np.zeros((nodes, experts), np.int64)
     for rank in range(ranks):
         for expert in slots[rank]:
             if expert != EMPTY:
-                copies[expert] += 1
                 near[rank // width, expert] += 1
-    filled = copies.sum()
+    if home == 0:
+        _from_owners(slots, owners, near, width, received, sent, far_in, far_out, passed)
+    elif home == 1:
+        _from_slices(slots, near, width, received, sent, far_in, far_out, passed)
+    else:
+        # A ring over the holders, for a gather as for a broadcast; an all-reduce is two of them.
+        _around_rings(slots, near, width, 2.0 if home == 3 else 1.0, received, sent, far_in, far_out)
+    return received, sent, np.maximum(far_in, far_out), passed
+
+
+@kernel
+def _from_owners(
+    slots: np.ndarray,
+    owners: np.ndarray,
+    near: np.ndarray,
+    width: int,
+    received: np.ndarray,
+    sent: np.ndarray,
+    far_in: np.ndarray,
+    far_out: np.ndarray,
+    passed: np.ndarray,
+) -> None:
+    """Whole experts: to each rank of the owner's node, and once to each other node that needs them."""
+    turns = np.zeros(near.shape, np.int64)
+    for rank in range(slots.shape[0]):
+        node = rank // width
+        for expert in slots[rank]:
+            if expert == EMPTY or owners[expert] == rank:
+                continue
+            received[rank] += 1
+            owner = owners[expert]
+            if owner // width == node:
+                sent[owner] += 1
+                continue
+            many, turn = near[node, expert], turns[node, expert]
+            turns[node, expert] += 1
+            if turn == (owner + expert) % many:
+                sent[owner] += 1
+                far_in[node] += 1
+                far_out[owner // width] += 1
+                sent[rank] += many - 1
+                passed[1, rank] += many - 1
+            else:
+                passed[0, rank] += 1
+
+
+@kernel
+def _from_slices(
+    slots: np.ndarray,
+    near: np.ndarray,
+    width: int,
+    received: np.ndarray,
+    sent: np.ndarray,
+    far_in: np.ndarray,
+    far_out: np.ndarray,
+    passed: np.ndarray,
+) -> None:
+    """Slices of every expert: to each rank of the own node, and once to each other node; its ranks take turns."""
+    ranks, nodes = slots.shape[0], near.shape[0]
+    there, filled = np.zeros(nodes), np.zeros(nodes)
+    for node in range(nodes):
+        for expert in range(near.shape[1]):
+            there[node] += near[node, expert] > 0
+            filled[node] += near[node, expert]
     for rank in range(ranks):
         node = rank // width
-        size = min(width, ranks - node * width)
+        away = ranks - min(width, ranks - node * width)
+        held = 0
         for expert in slots[rank]:
-            if expert == EMPTY:
-                continue
-            if home == 0:
-                if owners[expert] != rank:
-                    received[rank] += 1
-                    sent[owners[expert]] += 1
-                    if owners[expert] // width != node:
-                        far_in[node] += 1
-                        far_out[owners[expert] // width] += 1
-            elif home == 1:
-                received[rank] += (ranks - 1) / ranks
-                sent[rank] -= 1 / ranks
-                far_in[node] += (ranks - size) / ranks
-                far_out[node] -= size / ranks
-            else:
+            if expert != EMPTY:
+                held += 1
+                many = near[node, expert]
+                passed[0, rank] += away / ranks * (many - 1) / many
+        passed[1, rank] = passed[0, rank]
+        received[rank] = held * (ranks - 1) / ranks
+        sent[rank] = (filled[node] - held + there.sum() - there[node]) / ranks + passed[1, rank]
+    for node in range(nodes):
+        size = min(width, ranks - node * width)
+        far_in[node] = there[node] * (ranks - size) / ranks
+        far_out[node] = (there.sum() - there[node]) * size / ranks
+
+
+@kernel
+def _around_rings(
+    slots: np.ndarray,
+    near: np.ndarray,
+    width: int,
+    trips: float,
+    received: np.ndarray,
+    sent: np.ndarray,
+    far_in: np.ndarray,
+    far_out: np.ndarray,
+) -> None:
+    """All holders of an expert in a ring."""
+    copies = near.sum(axis=0)
+    for rank in range(slots.shape[0]):
+        node = rank // width
+        for expert in slots[rank]:
+            if expert != EMPTY:
                 holders = copies[expert]
-                # A ring over the holders, for a gather as for a broadcast; an all-reduce is two of them.
-                trips = 2.0 if home == 3 else 1.0
                 received[rank] += trips * (holders - 1) / holders
                 sent[rank] += trips * (holders - 1) / holders
                 far_in[node] += trips * (holders - near[node, expert]) / holders
                 far_out[node] += trips * (holders - near[node, expert]) / holders
-    if home == 1:  # each rank sends its slice of every filled slot
-        sent += filled / ranks
-        for node in range(nodes):
-            far_out[node] += filled * min(width, ranks - node * width) / ranks
-    return received, sent, np.maximum(far_in, far_out)

@@ -14,6 +14,7 @@ import torch
 from hf_laer.comm.base import Communicator
 from hf_laer.shard.exchange import SlotTable, Unshard, beyond_own, is_local, start_unshard
 from hf_laer.shard.home import Home
+from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.slots import SlotPool
 
 Stacks = dict[str, tuple[torch.Tensor, ...]]
@@ -73,10 +74,14 @@ class Unsharder:
 
     Args:
         pool: Where the slots are; they hold until the next :meth:`finish`.
+
+    Attributes:
+        nodes: Of the ranks over which homes are sharded, where there are several.
     """
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
+        self.nodes: Nodes | None = None
         self._ahead: Coming | None = None
         self._kept: tuple[Want, dict[str, torch.Tensor]] | None = None
 
@@ -85,7 +90,7 @@ class Unsharder:
         self.drop()
         if is_local(want.homes, want.fetched):
             return
-        self._ahead = Coming(want, [start_unshard(want.homes, want.fetched, comm, want.dtype, want.device)])
+        self._ahead = Coming(want, [self._start(want, want.fetched, comm)])
 
     def begin(self, want: Want, comm: Communicator) -> Coming:
         """Starts what has not been started ahead and is not in the slots still. Collective over ``comm``."""
@@ -95,10 +100,13 @@ class Unsharder:
         if ahead is not None and ahead.want.serves(want):
             rest = tuple(row[len(mine) :] for mine, row in zip(ahead.want.fetched, want.fetched, strict=True))
             if any(rest):
-                ahead.parts.append(start_unshard(want.homes, rest, comm, want.dtype, want.device))
+                ahead.parts.append(self._start(want, rest, comm, ahead.want.fetched))
             return Coming(want, ahead.parts)
         _wait(ahead)
-        return Coming(want, [start_unshard(want.homes, want.fetched, comm, want.dtype, want.device)])
+        return Coming(want, [self._start(want, want.fetched, comm)])
+
+    def _start(self, want: Want, table: SlotTable, comm: Communicator, before: SlotTable = ()) -> Unshard:
+        return start_unshard(want.homes, table, comm, want.dtype, want.device, before, self.nodes)
 
     def finish(self, coming: Coming) -> Stacks:
         """Name to stacks ``[S', D, …]``, together the slots of this rank; own experts apart where they live."""
@@ -137,11 +145,8 @@ class Unsharder:
             name: self._pool.take(name, (len(want.fetched[me]), *home.layout.shape[1:]), want.dtype, want.device)
             for name, home in want.homes.items()
         }
-        at = 0
         for part in coming.parts:
-            size = len(part.table[me])
-            part.fill({name: stack[at : at + size] for name, stack in slots.items()})
-            at += size
+            part.fill(slots)
         return slots
 
 

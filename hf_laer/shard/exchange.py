@@ -2,13 +2,14 @@
 
 Both directions follow from two tables that all ranks hold: which experts sit in which rank's slots, and which block
 of each parameter lives on which rank. From home p to rank q goes, of every parameter, p's rows of those experts in
-q's slots that p has; everything for one pair is packed into one message.
+q's slots that p has; everything for one pair is packed into one message. Between nodes a part goes through a rank in
+between (:mod:`hf_laer.shard.nodes`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,17 +18,17 @@ import torch
 
 from hf_laer.comm.base import Communicator, Pending
 from hf_laer.shard.home import Home, Layout, Part
+from hf_laer.shard.nodes import Nodes, SlotTable, Sources, sources
 
-SlotTable = tuple[tuple[int, ...], ...]
 # Over 1,000 ranks one takes 100 KB: room for the tables of a pass, and not for a thousand.
 TABLES = 256
 
 
 class Span(NamedTuple):
-    """Experts that are consecutive both in a home's block and in a rank's slots.
+    """Experts that are consecutive both where they come from and in a rank's slots.
 
     Args:
-        expert: The first one's position in the block.
+        expert: The first one's position in the home's block, or in the slots of the rank that passes them on.
         slot: Its slot.
         at: Its position among all that travel.
         size: How many.
@@ -62,6 +63,11 @@ class Piece:
         """Views of a home's block, run by run."""
         return [block[run.expert : run.expert + run.size] for run in self.runs]
 
+    def of_giver(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the slots of a rank that passes them on, run by run."""
+        rows = slice(self.rows.start, self.rows.stop)
+        return [slots[run.expert : run.expert + run.size, rows] for run in self.runs]
+
     def of_slots(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """Views of a rank's slots, run by run."""
         rows = slice(self.rows.start, self.rows.stop)
@@ -77,18 +83,20 @@ class Piece:
 def piece(layout: Layout, home: int, held: tuple[int, ...]) -> Piece:
     """The piece between the home on rank ``home`` and slots that hold the experts ``held``."""
     owned, rows = layout.experts[home], layout.rows[home]
+    there = [(expert - owned.start, slot) for slot, expert in enumerate(held) if expert in owned]
+    return Piece(_runs(there) if len(rows) else [], rows, (len(there), len(rows), *layout.shape[2:]))
+
+
+def _runs(places: Sequence[tuple[int, int]]) -> list[Span]:
+    """Experts by where they come from and their slots, neighbours together."""
     runs: list[Span] = []
-    count = 0
-    for slot, expert in enumerate(held):
-        if expert not in owned:
-            continue
-        position, last = expert - owned.start, runs[-1] if runs else None
+    for count, (position, slot) in enumerate(places):
+        last = runs[-1] if runs else None
         if last and last.expert + last.size == position and last.slot + last.size == slot:
             runs[-1] = last._replace(size=last.size + 1)
         else:
             runs.append(Span(position, slot, count, 1))
-        count += 1
-    return Piece(runs if len(rows) else [], rows, (count, len(rows), *layout.shape[2:]))
+    return runs
 
 
 def is_local(homes: dict[str, Home], table: SlotTable) -> bool:
@@ -125,7 +133,7 @@ def _beyond_own(layout: Layout, table: SlotTable) -> SlotTable | None:
 
 def forget_tables() -> None:
     """Drops what is kept of slot tables seen; it is bounded, but may grow for thousands of steps until it is full."""
-    for kept in (piece, _is_local, _beyond_own):
+    for kept in (piece, _is_local, _beyond_own, sources):
         kept.cache_clear()
 
 
@@ -139,6 +147,8 @@ class Unshard:
         table: Per rank of ``comm``, the experts that are fetched into its slots.
         comm: The ranks over which the homes are sharded.
         pending: What arrives from other ranks, if anything travels.
+        before: Per rank, the experts in its slots before these, if there are any.
+        nodes: Where there are several.
     """
 
     homes: dict[str, Home]
@@ -146,24 +156,54 @@ class Unshard:
     table: SlotTable
     comm: Communicator
     pending: Pending | None
+    before: SlotTable = ()
+    nodes: Nodes | None = None
 
     def fill(self, slots: dict[str, torch.Tensor]) -> None:
-        """Waits, and writes the experts into ``slots``: name to ``[S, D, …]``, S the experts of this rank's row."""
+        """Waits, and writes the experts behind those that are there: into name to ``[S, D, …]``, all of its slots."""
         me = self.comm.rank
+        start = len(self.before[me]) if self.before else 0
+        mine = {name: stack[start : start + len(self.table[me])] for name, stack in slots.items()}
         for name, home in self.homes.items():
             own = piece(home.layout, me, self.table[me])
-            _copy(own.of_slots(slots[name]), own.of_home(self.blocks[name]))
+            _copy(own.of_slots(mine[name]), own.of_home(self.blocks[name]))
         if self.pending is not None:
-            coming = [
-                [(name, piece(h.layout, p, self.table[me])) for name, h in self.homes.items()]
-                for p in range(self.comm.size)
-            ]
+            found = _sources(self.table, self.before, self.nodes)
+            coming = _from_homes(self.homes, found, me)
             for name, p, part in _unpack(coming, me, self.pending.wait()):
-                _copy(p.of_slots(slots[name]), part)
+                _copy(p.of_slots(mine[name]), part)
+            self._pass_on(found, slots)
+
+    def _pass_on(self, found: Sources, slots: dict[str, torch.Tensor]) -> None:
+        """What this node got once goes to its other ranks."""
+        nodes, size = self.nodes, self.comm.size
+        if nodes is None or not _passes(self.homes, found, nodes, self.comm):
+            return
+        rows = [(*before, *row) for before, row in zip(self.before or ((),) * size, self.table, strict=True)]
+        here, me = nodes.ranks(self.comm.rank, size), self.comm.rank
+
+        def between(giver: int, taker: int) -> list[tuple[str, Piece]]:
+            return [
+                (name, _piece_at(home.layout, at, experts, rows[giver], rows[taker]))
+                for name, home in self.homes.items()
+                for at, experts in (found.passed(home.layout, giver, taker).items() if giver != taker else ())
+            ]
+
+        leaving, coming = [between(me, other) for other in here], [between(other, me) for other in here]
+        message, own = _pack(leaving, me - here.start, slots, Piece.of_giver), me - here.start
+        arrived = nodes.comm.all_to_all(message, _sizes(leaving, own), _sizes(coming, own))
+        for name, p, part in _unpack(coming, own, arrived):
+            _copy(p.of_slots(slots[name]), part)
 
 
 def start_unshard(
-    homes: dict[str, Home], table: SlotTable, comm: Communicator, dtype: torch.dtype, device: torch.device
+    homes: dict[str, Home],
+    table: SlotTable,
+    comm: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
+    before: SlotTable = (),
+    nodes: Nodes | None = None,
 ) -> Unshard:
     """Sends experts from their homes to the slots of ``table``.
 
@@ -173,15 +213,44 @@ def start_unshard(
         comm: The ranks over which the homes are sharded.
         dtype: Dtype in which weights travel and are used.
         device: Where the slots are.
+        before: Per rank of ``comm``, the experts that its slots will hold by then, if any.
+        nodes: Where there are several.
     """
     me, pending = comm.rank, None
     blocks = {name: home.local.to(device, dtype, non_blocking=True) for name, home in homes.items()}
     if not is_local(homes, table):
-        leaving = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
-        coming = [[(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in range(comm.size)]
+        found = _sources(table, before, nodes)
+        leaving, coming = _to_slots(homes, found, me), _from_homes(homes, found, me)
         message = _pack(leaving, me, blocks, Piece.of_home)
         pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-    return Unshard(homes, blocks, table, comm, pending)
+    return Unshard(homes, blocks, table, comm, pending, before, nodes)
+
+
+def _sources(table: SlotTable, before: SlotTable, nodes: Nodes | None) -> Sources:
+    return sources(table, before, nodes.width if nodes is not None else 0)
+
+
+def _passes(homes: dict[str, Home], found: Sources, nodes: Nodes, comm: Communicator) -> bool:
+    """Whether anything is passed on inside this rank's node; the same answer on all its ranks."""
+    return any(found.passes(home.layout, comm.rank // nodes.width) for home in homes.values())
+
+
+def _to_slots(homes: dict[str, Home], found: Sources, home: int) -> Pieces:
+    """What travels between ``home`` and the slots of each rank."""
+    ranks = range(len(found.table))
+    return [[(name, piece(h.layout, home, found.straight(home, q))) for name, h in homes.items()] for q in ranks]
+
+
+def _from_homes(homes: dict[str, Home], found: Sources, rank: int) -> Pieces:
+    """What travels between each home and the slots of ``rank``."""
+    ranks = range(len(found.table))
+    return [[(name, piece(h.layout, p, found.straight(p, rank))) for name, h in homes.items()] for p in ranks]
+
+
+def _piece_at(layout: Layout, home: int, experts: list[int], giver: Sequence[int], taker: Sequence[int]) -> Piece:
+    """What a rank passes on of a home's rows, given the experts in its slots and in those of the rank that gets it."""
+    places = [(giver.index(expert), taker.index(expert)) for expert in experts]
+    return Piece(_runs(places), layout.rows[home], (len(experts), len(layout.rows[home]), *layout.shape[2:]))
 
 
 @dataclass
@@ -197,6 +266,7 @@ class Reshard:
         replicas: Ranks that hold the same blocks (HSDP).
         pending: What arrives from other ranks, if anything travels.
         scale: Factor of the sum over ranks and replicas.
+        nodes: Where there are several.
     """
 
     homes: dict[str, Home]
@@ -207,6 +277,7 @@ class Reshard:
     replicas: Communicator
     pending: Pending | None
     scale: float
+    nodes: Nodes | None = None
 
     def finish(self) -> None:
         """Sums in float32, this rank's part first, then in the order of ranks; scales once; accumulates."""
@@ -217,7 +288,7 @@ class Reshard:
             parts[name] = [(0, self.own.pop(name))] if name in self.own else []
             parts[name] += _parts(here, here.of_slots(self.grads.pop(name)))
         if self.pending is not None:
-            coming = [[(n, piece(h.layout, me, held)) for n, h in self.homes.items()] for held in self.table]
+            coming = _to_slots(self.homes, _sources(self.table, (), self.nodes), me)
             for name, p, views in _unpack(coming, me, self.pending.wait()):
                 parts[name] += _parts(p, views)
         for name, home in self.homes.items():
@@ -246,6 +317,7 @@ def start_reshard(
     replicas: Communicator,
     dtype: torch.dtype,
     scale: float,
+    nodes: Nodes | None = None,
 ) -> Reshard:
     """Sends the gradients of this rank's slots home.
 
@@ -257,6 +329,7 @@ def start_reshard(
         replicas: Ranks that hold the same blocks (HSDP).
         dtype: Dtype in which gradients travel.
         scale: Factor of their sum over ranks and replicas.
+        nodes: Where there are several; gradients of one expert are summed inside each first, in float32.
     """
     me, pending, own = comm.rank, None, {}
     beyond = beyond_own(homes, table)
@@ -264,11 +337,71 @@ def start_reshard(
         table, own = beyond, {name: stack[0] for name, stack in stacks.items()}
     grads = {name: stack[-1] for name, stack in stacks.items()}
     if not is_local(homes, table):
-        leaving = [[(name, piece(h.layout, p, table[me])) for name, h in homes.items()] for p in range(comm.size)]
-        coming = [[(name, piece(h.layout, me, held)) for name, h in homes.items()] for held in table]
-        message = _pack(leaving, me, grads, Piece.of_slots, dtype)
+        found = _sources(table, (), nodes)
+        leaving, coming = _from_homes(homes, found, me), _to_slots(homes, found, me)
+        if nodes is not None and _passes(homes, found, nodes, comm):
+            message = _summed(homes, found, grads, leaving, comm, nodes, dtype)
+        else:
+            message = _pack(leaving, me, grads, Piece.of_slots, dtype)
         pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-    return Reshard(homes, own, grads, table, comm, replicas, pending, scale)
+    return Reshard(homes, own, grads, table, comm, replicas, pending, scale, nodes)
+
+
+def _summed(
+    homes: dict[str, Home],
+    found: Sources,
+    grads: dict[str, torch.Tensor],
+    leaving: Pieces,
+    comm: Communicator,
+    nodes: Nodes,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """This rank's message to the homes: its own gradients and what its node's other ranks give it to pass on."""
+    here, me = nodes.ranks(comm.rank, comm.size), comm.rank
+    table = found.table
+
+    def between(giver: int, taker: int) -> list[tuple[int, str, Piece]]:
+        # Their places in the message to the home, and in the slots of the rank that they come from.
+        return [
+            (
+                home,
+                name,
+                _piece_at(h.layout, home, experts, _owned(h.layout, home, found.straight(home, giver)), table[taker]),
+            )
+            for name, h in homes.items()
+            for home, experts in (found.passed(h.layout, giver, taker).items() if giver != taker else ())
+        ]
+
+    given, got = [between(other, me) for other in here], [between(me, other) for other in here]
+    to_givers, from_takers = _unlabelled(given), _unlabelled(got)
+    own = me - here.start
+    message = _pack(to_givers, own, grads, Piece.of_slots, dtype)
+    arrived = nodes.comm.all_to_all(message, _sizes(to_givers, own), _sizes(from_takers, own))
+    total = _pack(leaving, me, grads, Piece.of_slots, torch.float32)
+    parts = {(home, name): whole for home, name, whole in _wholes(leaving, me, total)}
+    labels = (label for of_rank in got for label in of_rank)
+    for (home, _, _), (name, p, views) in zip(labels, _unpack(from_takers, own, arrived), strict=True):
+        for run, view in zip(p.runs, views, strict=True):
+            parts[home, name][run.expert : run.expert + run.size] += view
+    return total.to(dtype)
+
+
+def _owned(layout: Layout, home: int, held: Sequence[int]) -> list[int]:
+    """The experts of ``held`` that a home has, in the order in which they travel."""
+    return [expert for expert in held if expert in layout.experts[home]]
+
+
+def _unlabelled(pieces: list[list[tuple[int, str, Piece]]]) -> Pieces:
+    return [[(name, p) for _, name, p in of_rank] for of_rank in pieces]
+
+
+def _wholes(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """What of a message is for each other rank and name, as one tensor."""
+    at = 0
+    for rank, of_rank in enumerate(pieces):
+        for name, p in of_rank if rank != me else ():
+            yield rank, name, message[at : at + p.numel].view(p.shape)
+            at += p.numel
 
 
 Pieces = list[list[tuple[str, Piece]]]

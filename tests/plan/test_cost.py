@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 from hf_laer.plan import (
+    EMPTY,
     CostModel,
+    Placement,
+    Plan,
+    Split,
     Topology,
     balanced_ideal,
     chunk_owners,
@@ -84,6 +88,38 @@ def test_ep_moves_no_weights_and_helpers_do():
     assert helped.predicted.weights_exposed_seconds > 0
     foreseen = predict(spilling, loads, COST, home="whole", owners=owners, foreseen=spilling.placement).predicted
     assert foreseen.weights_exposed_seconds < helped.predicted.weights_exposed_seconds
+
+
+def test_what_a_node_needs_twice_crosses_once():
+    """Expert 0 of rank 0 at both helpers of the other node: over the border once, then from one to the other."""
+    slots = np.full((4, 3), EMPTY)
+    slots[:, :2] = np.arange(8).reshape(4, 2)
+    slots[2:, 2] = 0
+    loads = np.zeros((4, 8), np.int64)
+    split = Split(np.arange(9), chunk_owners(8, 4), np.tile([0, 1], 4), np.zeros(8, np.int64))
+    plan, machine = Plan(Placement(slots), split), topology("h200", 2, 2)
+    cost = CostModel(machine, hidden=2048, intermediate=768, top_k=1, training=False)
+    two = predict(plan, loads, cost, home="whole", owners=chunk_owners(8, 4)).predicted
+    expert = cost.expert_bytes
+    # A node of two has the links of two ranks to others.
+    first = max(expert / machine.intra_bandwidth, expert / machine.inter_bandwidth) + machine.inter_latency
+    assert two.weights_exposed_seconds == pytest.approx(
+        first + expert / machine.intra_bandwidth + machine.intra_latency
+    )
+    assert two.bytes_in == pytest.approx([0, 0, expert, expert])
+    assert two.bytes_out.sum() == pytest.approx(2 * expert)
+    assert two.bytes_out[0] == expert
+    # Slices: half of each expert lives on the other node; what both ranks need of it, each gets half of and passes on.
+    sliced = predict(plan, loads, cost, home="sharded").predicted
+    assert sliced.bytes_in == pytest.approx(np.array([2, 2, 3, 3]) * expert * 3 / 4)
+    assert sliced.bytes_out.sum() == pytest.approx(sliced.bytes_in.sum())
+    whole = sliced.weights_exposed_seconds + sliced.weights_hidden_seconds
+    straight = max(
+        (2 * 3 / 4 + 1 / 4 + 1 / 4) * expert / machine.intra_bandwidth, 2.5 * expert / machine.inter_bandwidth
+    )
+    assert whole == pytest.approx(
+        straight + machine.inter_latency + expert / 4 / machine.intra_bandwidth + machine.intra_latency, rel=1e-3
+    )
 
 
 def test_prefetched_weights_hide_under_compute():
