@@ -27,6 +27,7 @@ def test_exchange(ranks, size: int) -> None:
         ("qwen3_moe", {"strategy": "fsep", "slots_per_rank": 5}),
         pytest.param("gpt_oss", {"strategy": "fsep+llep", "prefetch": False}, marks=pytest.mark.long),
         pytest.param("mixtral", {"strategy": "fsep+llep", "group_size": 2}, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", {"strategy": "fsdp", "check_collectives": True}, marks=pytest.mark.long),
     ],
 )
 def test_equal_to_the_unpatched_model(ranks, family: str, config: dict[str, Any]) -> None:
