@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     ranks = args.gpus or there or 1
     if there and ranks > there:
         raise ValueError(f"--gpus {ranks}, but this host has {there}")
-    return _on_ranks(args, console) if ranks == 1 else _start(args, ranks)
+    return _on_ranks(args, console) if ranks == 1 else _start(args, ranks, console)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -68,13 +68,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--trace {args.trace} is no file")
 
 
-def _start(args: argparse.Namespace, ranks: int) -> int:
+def _start(args: argparse.Namespace, ranks: int, console: Console) -> int:
     """Runs the command on ranks of its own, again where one cell ended them, as long as that gets further."""
     flags = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _PASSED_ON]
     told = [text for flag, value in flags if value is not None for text in (flag, str(value))]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    before = -1
+    before, code = -1, 0
     while (now := _progress(args.out)) > before:
+        if code:
+            console.print("a cell ended the ranks: they are started again for the others")
         before = now
         code = subprocess.run([*torchrun, "-m", "hf_laer.cli", "bench", "suite", *told], check=False).returncode
         if code == 0:
@@ -115,13 +117,14 @@ def _measure(args: argparse.Namespace, device: torch.device, console: Console) -
     _first_checks(folder, configuration)
     by_part = {part: list(PARTS[part](setup)) for part in PARTS}
     everything, late = [cell for cells in by_part.values() for cell in cells], []
-    for part in args.parts.split(","):
-        try:
+    try:
+        for part in args.parts.split(","):
             late += _run_part(by_part[part], folder, args, device, console)
-        finally:
             setup.give_up()
-            if first:
-                _write(folder, everything, configuration)
+    finally:
+        # Also when one cell fails: the others took minutes.
+        if first:
+            _write(folder, everything, configuration)
     if first:
         _show(folder, everything, configuration, late, console)
 

@@ -31,7 +31,7 @@ def by_name(out: Path) -> dict[str, dict]:
 def test_layers_are_measured_once(ranks, tmp_path: Path) -> None:
     """Every cell of the parts on layers; at the second start none runs, and another configuration is refused."""
     parts = ["--parts", "figure4,sweep,relayout"]
-    assert ranks(2).run(cases_suite.suite_command, out=str(tmp_path), flags=parts) == [0, 0]
+    assert ranks(2).run(cases_suite.suite_command, seconds=150, out=str(tmp_path), flags=parts) == [0, 0]
     cells = by_name(tmp_path)
     assert len(cells) == 3 + 5 + 3 * 3 + 1 + 6
     assert not [cell["skipped"] for cell in cells.values() if cell["skipped"]]
@@ -80,7 +80,7 @@ def test_repeated_choices(ranks, name: str) -> None:
 def test_whole_models(ranks, tmp_path: Path) -> None:
     """Every contender trains the same model on the same tokens and routing, recorded routing too: one loss."""
     flags = ["--parts", "model", "--trace", str(TRACES / "smollm2_8.npz")]
-    assert ranks(2).run(cases_suite.suite_command, out=str(tmp_path), flags=flags) == [0, 0]
+    assert ranks(2).run(cases_suite.suite_command, out=str(tmp_path), flags=flags, seconds=150) == [0, 0]
     cells = by_name(tmp_path)
     for model in ("tiny", "tiny-gpt-oss"):
         rows = [row for name, cell in cells.items() if name.startswith(f"model {model} ") for row in cell["rows"]]
@@ -88,6 +88,28 @@ def test_whole_models(ranks, tmp_path: Path) -> None:
         for one in {row["routing"] for row in rows}:
             losses = [row["loss"] for row in rows if row["routing"] == one]
             assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(("useful", "code", "wanted"), [(2, 1, 3), (9, 0, 1)])
+def test_ranks_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, useful: int, code: int, wanted: int
+) -> None:
+    """As long as a start leaves something behind, or until one ends well."""
+    (tmp_path / "cells").mkdir()
+    starts: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess:
+        starts.append(command)
+        if len(starts) <= useful:
+            (tmp_path / "cells" / f"{len(starts)}.json").write_text("{}")
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["bench", "suite", "--gpus", "3", "--out", str(tmp_path), "--minutes", "1"]) == code
+    assert len(starts) == wanted
+    assert "--nproc_per_node=3" in starts[0]
+    assert starts[0][starts[0].index("--minutes") + 1] == "1.0"
 
 
 @pytest.mark.long

@@ -183,10 +183,11 @@ def _run(cell: Cell, folder: Folder, say: Callable[[str], None] | None) -> None:
             folder.keep(cell, skipped=str(error))
             say(f"{cell.part}, {cell.name}: left out, {error}")
     except Exception as error:
-        alone = say is not None or isinstance(error, torch.OutOfMemoryError)
-        if alone and folder.find(cell) is None:
-            reason = f"failed on rank {dist.get_rank()}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            folder.keep(cell, skipped=reason)
+        # The first rank waits for the others, or says what became of that; memory runs out on one rank by itself.
+        memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+        if (memory or say is not None) and folder.find(cell) is None:
+            said = next(iter(str(error).splitlines()), "")[:200]
+            folder.keep(cell, skipped=f"failed on rank {dist.get_rank()}: {type(error).__name__}: {said}")
         raise
     else:
         if say is not None:
