@@ -99,9 +99,27 @@ def add_chunks(
     used = np.zeros(len(slots), np.int64)
     for at in range(len(rank)):
         used[rank[at]] += 1 if slot[at] != EMPTY else 0
-    merged = np.zeros_like(first)
-    count, spilled = 0, 0
+    merged, spilled = _merge(start, rank, slot, quota, used, slots)
+    count = merged[-1]
+    table = np.full((len(slots), max(used.max(), slots.shape[1])), EMPTY, np.int64)
     for one in range(len(first) - 1):
+        for at in range(merged[one], merged[one + 1]):
+            table[rank[at], slot[at]] = one
+    return table, merged, rank[:count].copy(), slot[:count].copy(), quota[:count].copy(), spilled
+
+
+@kernel
+def _merge(
+    start: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, used: np.ndarray, slots: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Moves replicas and chunks together in place, those of one expert and rank into one; new ones get a slot.
+
+    Returns:
+        Where each expert's begin now, and the tokens in slots that ``slots`` does not have.
+    """
+    merged = np.zeros_like(start)
+    count, spilled = 0, 0
+    for one in range(len(start) - 1):
         for at in range(start[one], start[one + 1]):
             holder, here = rank[at], quota[at]
             if count > merged[one] and rank[count - 1] == holder:
@@ -115,11 +133,7 @@ def add_chunks(
             if slot[count - 1] >= slots.shape[1] or slots[holder, slot[count - 1]] == EMPTY:
                 spilled += here
         merged[one + 1] = count
-    table = np.full((len(slots), max(used.max(), slots.shape[1])), EMPTY, np.int64)
-    for one in range(len(first) - 1):
-        for at in range(merged[one], merged[one + 1]):
-            table[rank[at], slot[at]] = one
-    return table, merged, rank[:count].copy(), slot[:count].copy(), quota[:count].copy(), spilled
+    return merged, spilled
 
 
 @kernel

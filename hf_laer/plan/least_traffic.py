@@ -84,7 +84,8 @@ def _prices(
     """The least price of getting a token from each rank to one below ``target``; the least of a rank above it.
 
     Label correcting, price by price: what costs more waits in ``later``. Ends when all ranks above the target know
-    theirs; without a way it is ``FAR``.
+    theirs; without a way it is ``FAR``. Of one piece, long as it is: with what a taker asks in a function of its own,
+    the exact split takes 1.7 times as long.
     """
     rank, expert_of, at_slot, quota, held = net.rank, net.expert, net.at_slot, net.quota, net.held
     hub, hub_first, hubs_of, over = net.hub, net.hub_first, net.hubs_of, net.over
