@@ -207,7 +207,9 @@ class Bench:
     def _engine(self, name: str) -> Engine:
         ranks = dist.get_world_size()
         if name in PLANNED:
-            config = LaerConfig(strategy="fsep", **self._settings | PLANNED[name])
+            # What they weigh, they weigh by the cost model.
+            settings = self._settings | PLANNED[name] | {"imbalance_threshold": None}
+            config = LaerConfig(strategy="fsep", **settings)
             return PlannedEngine(name, config, ranks_per_node=ranks, profile=self._profile)
         # Any strategy of the kind: a layer's is set when it runs; one that exchanges tokens makes their group.
         strategy = "fsep" if name == "fsdp" else name

@@ -34,6 +34,9 @@ class PlannedTuner(LayerTuner):
         self._method, self._setting = method, setting
         self._last = [_start(method, setting) for _ in self._groups]
         self._current = version_of(0, self._last)
+        if method.place is not None:
+            # Compiled now, not while the first layouts are waited for.
+            method.place(np.ones(setting.experts, np.int64), self._last[0], setting)
 
     def observe(self, loads: np.ndarray, plans: Any) -> None:
         """Nothing where the method never places anew."""

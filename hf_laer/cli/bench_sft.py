@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_laer.bench.models import CONTENDERS, MODELS, NATIVE, Job
+from hf_laer.bench.routing import KNOWN
 from hf_laer.cli.ranks import joined, write_figures
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-layers", type=int, default=8, help="decoder layers (default 8)")
     parser.add_argument("--rows", type=int, default=2, help="sequences per rank and step (default 2)")
     parser.add_argument("--length", type=int, default=4096, help="tokens per sequence (default 4096)")
-    parser.add_argument("--routing", default="balanced,80:8", help="balanced, zipf, R:h; comma separated")
+    parser.add_argument("--routing", default="balanced,80:8", help=f"{KNOWN}; comma separated")
     parser.add_argument("--contenders", default=f"llep,fsep,fsdp2,{NATIVE}", help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--steps", type=int, default=8, help="timed steps (default 8)")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing, for all")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hf_laer.bench.layer import Bench, LayerShape
+from hf_laer.bench.routing import routings
 from hf_laer.bench.suite.cells import Cell, Folder, run_cells
 from hf_laer.cli.main import main
+from hf_laer.profile import shipped_profile
 from tests.models import assert_close
 
 CPU = torch.device("cpu")
@@ -55,17 +59,35 @@ def odd_cells(out: str) -> tuple[list[str], list[str]]:
     return ran, [one.name for one in late]
 
 
-def repeated_choices_equal(name: str) -> None:
-    """Tokens that name one expert more than once: a strategy and FSDP's corner."""
-    shape = LayerShape(experts=6, hidden=8, intermediate=12, top_k=3, tokens=20)
-    bench = Bench(shape, CPU, torch.float32, settings={"imbalance_threshold": 1.0, "min_tokens_per_gemm": 1})
-    index = torch.tensor([[4, 4, 4], [4, 4, 1], [0, 4, 0], [2, 3, 5]]).repeat(5, 1)
+def contender_equals_fsdp(name: str, scenario: str, steps: int) -> list[list[list[int]]]:
+    """A contender of the engine's kind and FSDP's corner over some steps: output, and gradients of tokens and weights.
+
+    Returns:
+        The experts in the first rank's slots at each step.
+    """
+    shape = LayerShape(experts=8, hidden=8, intermediate=12, top_k=3, tokens=20)
+    settings = {"imbalance_threshold": 1.0, "min_tokens_per_gemm": 1, "slots_per_rank": 5}
+    # Links so fast that FlexMoE finds moves of experts worth while.
+    profile = replace(shipped_profile("cpu"), intra_bandwidth=1e15)
+    bench = Bench(shape, CPU, torch.float32, profile=profile, settings=settings)
+    contenders = [bench.contender("fsdp"), bench.contender(name)]
+    series = routings(scenario, (20, 8, 3), dist.get_rank(), dist.get_world_size(), CPU, steps)
     hidden, gates = torch.randn(20, 8), torch.rand(20, 3)
-    results = []
-    for contender in (bench.contender("fsdp"), bench.contender(name)):
-        leaf, weights = hidden.clone().requires_grad_(), gates.clone().requires_grad_()
-        out = contender.run(leaf, [index], weights)
-        out.square().sum().backward()
-        results.append((out.detach(), leaf.grad, weights.grad))
-    for ours, theirs in zip(*results, strict=True):
-        assert_close(ours, theirs, name)
+    held = []
+    # So that each step has the layout of the one before.
+    torch.use_deterministic_algorithms(True)
+    for index in itertools.islice(itertools.cycle(series), steps):
+        results = []
+        for contender in contenders:
+            for weight in contender.weights:
+                weight.grad = None
+            leaf, weights = hidden.clone().requires_grad_(), gates.clone().requires_grad_()
+            out = contender.run(leaf, [index], weights)
+            out.square().sum().backward()
+            full = [weight.grad.full_tensor() for weight in contender.weights]
+            results.append((out.detach(), leaf.grad, weights.grad, *full))
+        for ours, theirs in zip(*results, strict=True):
+            assert_close(ours, theirs, name)
+        held.append([list(row) for row in contenders[1].engine._before[1]])
+    torch.use_deterministic_algorithms(False)
+    return held

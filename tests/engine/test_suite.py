@@ -73,7 +73,14 @@ def test_what_cannot_be_measured(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ep", "llep"])
 def test_repeated_choices(ranks, name: str) -> None:
-    ranks(2).run(cases_suite.repeated_choices_equal, name=name)
+    ranks(2).run(cases_suite.contender_equals_fsdp, name=name, scenario="choices:80:1", steps=1)
+
+
+@pytest.mark.parametrize("name", ["fsdp_ep", "flexmoe", "laer"])
+def test_published_planners_compute_the_same(ranks, name: str) -> None:
+    """And lay experts out anew while loads wander, but for the static one."""
+    (held, _) = ranks(2).run(cases_suite.contender_equals_fsdp, name=name, scenario="drift:0.5:1.5", steps=6)
+    assert (len({str(table) for table in held}) > 1) == (name != "fsdp_ep")
 
 
 @pytest.mark.long
