@@ -33,7 +33,7 @@ _PASSED_ON = ("out", "parts", "minutes", "scale", "memory", "profile", "trace", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hf-laer bench suite``."""
     parser.add_argument("--gpus", type=int, help="ranks, one per GPU; processes where there is none (default all GPUs)")
-    parser.add_argument("--out", type=Path, default=Path("hf_laer_suite"), help="folder of results (hf_laer_suite)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/suite"), help="folder of results (outputs/suite)")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default all)")
     parser.add_argument("--minutes", type=float, default=2.5, help="for each part; nothing begins later (default 2.5)")
     parser.add_argument("--scale", choices=SCALES, default="full", help="tiny: to see that everything runs")

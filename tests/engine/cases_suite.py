@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_laer.bench.layer import Bench, LayerShape
+from hf_laer.bench.layer import Bench, Contender, LayerShape
 from hf_laer.bench.routing import routings
 from hf_laer.bench.suite.cells import Cell, Folder, run_cells
 from hf_laer.cli.main import main
 from hf_laer.profile import shipped_profile
-from tests.models import assert_close
+from tests.models import assert_close, repeatable
 
 CPU = torch.device("cpu")
 
@@ -75,19 +75,21 @@ def contender_equals_fsdp(name: str, scenario: str, steps: int) -> list[list[lis
     hidden, gates = torch.randn(20, 8), torch.rand(20, 3)
     held = []
     # So that each step has the layout of the one before.
-    torch.use_deterministic_algorithms(True)
-    for index in itertools.islice(itertools.cycle(series), steps):
-        results = []
-        for contender in contenders:
-            for weight in contender.weights:
-                weight.grad = None
-            leaf, weights = hidden.clone().requires_grad_(), gates.clone().requires_grad_()
-            out = contender.run(leaf, [index], weights)
-            out.square().sum().backward()
-            full = [weight.grad.full_tensor() for weight in contender.weights]
-            results.append((out.detach(), leaf.grad, weights.grad, *full))
-        for ours, theirs in zip(*results, strict=True):
-            assert_close(ours, theirs, name)
-        held.append([list(row) for row in contenders[1].engine._before[1]])
-    torch.use_deterministic_algorithms(False)
+    with repeatable():
+        for index in itertools.islice(itertools.cycle(series), steps):
+            ours, theirs = (_results(contender, hidden, index, gates) for contender in contenders)
+            for us, them in zip(ours, theirs, strict=True):
+                assert_close(us, them, name)
+            held.append([list(row) for row in contenders[1].engine._before[1]])
     return held
+
+
+def _results(
+    contender: Contender, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor
+) -> list[torch.Tensor | None]:
+    for weight in contender.weights:
+        weight.grad = None
+    leaf, weights = hidden.clone().requires_grad_(), gates.clone().requires_grad_()
+    out = contender.run(leaf, [index], weights)
+    out.square().sum().backward()
+    return [out.detach(), leaf.grad, weights.grad, *(weight.grad.full_tensor() for weight in contender.weights)]
