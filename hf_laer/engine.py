@@ -271,7 +271,9 @@ class Engine:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
     @torch.no_grad()
-    def plan(self, layer: MoELayer, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, training: bool) -> Run:
+    def plan(
+        self, layer: MoELayer, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, training: bool, adapted: bool
+    ) -> Run:
         """Plans one micro-batch and works out its exchange. Collective.
 
         Args:
@@ -279,6 +281,7 @@ class Engine:
             top_k_index: int64 ``[T, K]``.
             top_k_weights: ``[T, K]``.
             training: Whether the tuner and the recorder learn from it.
+            adapted: Whether low-rank additions go with it.
         """
         self._check_sharded(layer)
         self.passes.enter(layer.name)
@@ -295,14 +298,16 @@ class Engine:
             self.comms.weights.agree("plan", digests(loads, plans))
         mine = plans[min(self.comms.weights.rank // tokens.size, len(plans) - 1)]
         group, top_k = self._my_rows(loads, tokens.size), top_k_index.shape[1]
-        own = own_part(mine, group, tokens.rank)
+        own, table = own_part(mine, group, tokens.rank), self._table(plans)
+        # Low-rank additions and chunks have stacks of their own.
+        apart = not adapted and self.config.max_rows_per_rank is None
+        arrangement = layer.arrangement(table, own.slots.tolist(), apart)
         before = group[: tokens.rank].sum(0)
-        departure = depart(top_k_index, top_k_weights, counted, mine.split, before, own, tokens)
-        routes = make_routes(departure, own.slots.tolist(), most_rows(group, own, top_k), tokens)
-        run = Run(
-            routes, self._table(plans), top_k_index, micro_batch, None if self.passes.is_first() else self._before
-        )
-        self._before = layer.name, run.table
+        departure = depart(top_k_index, top_k_weights, counted, mine.split, before, own, arrangement, tokens)
+        routes = make_routes(departure, most_rows(group, own, top_k), tokens)
+        last = None if self.passes.is_first() else self._before
+        run = Run(routes, table, top_k_index, micro_batch, last)
+        self._before = layer.name, table
         if training:
             about = layer, loads, group, plans, mine, planned
             run.afterwards = lambda: self._learn(*about, counts=counted.loads, top_k=top_k)

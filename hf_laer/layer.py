@@ -22,12 +22,13 @@ from hf_laer.comm.tokens import Combining, return_gates, start_combine, start_di
 from hf_laer.comm.watch import Where
 from hf_laer.compute.chunks import backward_in_chunks, chunks_of, forward_in_chunks
 from hf_laer.compute.experts import Weights, bias_of
+from hf_laer.compute.grouped_gemm import Arrangement, alone_from
 from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.shard.ahead import Coming, Era, Want
-from hf_laer.shard.exchange import SlotTable, start_reshard
+from hf_laer.shard.exchange import SlotTable, beyond_own, start_reshard
 from hf_laer.shard.home import Home
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class MoELayer:
         # than its forward; here a recompute replays a plan instead of making one.
         with _disable_current_modes():
             self._check_parameters()
-            run = self._run_for(top_k_index, top_k_weights)
+            run = self._run_for(top_k_index, top_k_weights, bool(adapters))
             # So that autograd calls the backward of a layer whose tokens need no gradient. Not the parameters: their
             # hooks would run for the gradient that this function does not return.
             anchor = torch.empty(0, requires_grad=bool(self.trained))
@@ -133,7 +134,7 @@ class MoELayer:
                 )
             self.homes[name] = replace(home, parameter=now)
 
-    def _run_for(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Run:
+    def _run_for(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, adapted: bool) -> Run:
         frame = tape.current()
         if isinstance(frame, tape.Replay):
             run = frame.take(self.name)
@@ -149,7 +150,7 @@ class MoELayer:
                 "model.gradient_checkpointing_enable()) or Accelerate's plugin, after patch_model"
             )
         training = torch.is_grad_enabled() and self.module.training
-        run = self.engine.plan(self, top_k_index.long(), top_k_weights, training)
+        run = self.engine.plan(self, top_k_index.long(), top_k_weights, training, adapted)
         if isinstance(frame, tape.Recording):
             frame.tape.append(self.name, run)
         return run
@@ -199,6 +200,20 @@ class MoELayer:
     def held(self, run: Run) -> tuple[int, ...]:
         """The experts in this rank's slots."""
         return run.table[self.engine.comms.weights.rank]
+
+    def arrangement(self, table: SlotTable, counts: list[int], apart: bool) -> Arrangement:
+        """How the rows of this rank's slots are to lie.
+
+        Args:
+            table: Per rank that shards the experts, the experts in its slots.
+            counts: Rows of each of this rank's slots.
+            apart: Whether products of large groups may be calls of their own.
+        """
+        rank, beyond = self.engine.comms.weights.rank, beyond_own(self.homes, table)
+        fetched = len(table[rank]) if beyond is None else len(beyond[rank])
+        stacks = (fetched,) if beyond is None else (len(table[rank]) - fetched, fetched)
+        one = self.homes[self.spec.up].layout.shape[1:]
+        return Arrangement.of(counts, stacks, alone_from(*one) if apart else None)
 
     def forward(
         self, run: Run, hidden: torch.Tensor, dtype: torch.dtype, adapters: Sequence[LowRank]

@@ -19,7 +19,7 @@ import torch
 from hf_laer.bench.layer import LayerShape
 from hf_laer.bench.routing import routing
 from hf_laer.compute.gate import FusedGate, Gate
-from hf_laer.compute.grouped_gemm import Groups, rows_outer, rows_times
+from hf_laer.compute.grouped_gemm import Arrangement, Groups, alone_from, rows_outer, rows_times
 from hf_laer.compute.routing import Shares, arrive, count, leave
 from hf_laer.compute.rows import gather_sum
 from hf_laer.plan import chunk_owners, ep, own_part
@@ -121,10 +121,12 @@ def _tables(shape: LayerShape, scenario: str, device: torch.device, dtype: torch
     counted = count(index, shape.experts)
     loads = counted.loads.cpu().numpy()[None]
     plan = ep(loads, chunk_owners(shape.experts, 1))
-    shares = Shares.of(plan.split, np.zeros(shape.experts, np.int64), own_part(plan, loads, 0), device)
+    own = own_part(plan, loads, 0)
+    arrangement = Arrangement.of(own.slots.tolist(), (shape.experts,), None)
+    shares = Shares.of(plan.split, np.zeros(shape.experts, np.int64), own, arrangement, device)
     leaving = partial(leave, index, weights, shares, counted)
     left, rows = leaving(), shape.tokens
-    arriving = partial(arrive, left.message, shares.edges[1], rows, shape.top_k, shape.experts)
+    arriving = partial(arrive, left.message, shares.edges[1], rows, shape.top_k, shares.slots[0])
     tables = arriving()
     choices, word = index.numel(), 8
     yield Job("counts", partial(count, index, shape.experts), choices * word, BYTES)
@@ -140,7 +142,8 @@ def _tables(shape: LayerShape, scenario: str, device: torch.device, dtype: torch
 
 def _products(shape: LayerShape, scenario: str, device: torch.device, dtype: torch.dtype) -> Iterator[Job]:
     index = routing(scenario, shape.tokens, shape.experts, shape.top_k, 0, device)
-    groups = Groups.of(count(index, shape.experts).loads.tolist(), device)
+    least = alone_from(2 * shape.intermediate, shape.hidden)
+    groups = Groups.of(count(index, shape.experts).loads.tolist(), device, least)
     for name, inner, outer in (
         ("up", shape.hidden, 2 * shape.intermediate),
         ("down", shape.intermediate, shape.hidden),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_laer.compute.grouped_gemm import Groups, rows_outer, rows_times
+from hf_laer.compute.grouped_gemm import Groups, alone_from, rows_outer, rows_times
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Products:
         """Once, so that the products are all that is timed."""
         up, down = (weight.detach() for weight in self._weights)
         share = max(1, count // len(up))
-        groups = Groups.of([share] * len(up), up.device)
+        groups = Groups.of([share] * len(up), up.device, alone_from(*up.shape[1:]))
         rows, act = (torch.randn(share * len(up), up.shape[2], dtype=up.dtype, device=up.device) for up in (up, down))
         return groups, rows, rows_times(rows, (up.transpose(1, 2),), groups), act, up, down
 

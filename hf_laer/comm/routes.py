@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_laer.comm.base import Communicator, Pending
-from hf_laer.compute.grouped_gemm import Groups
+from hf_laer.compute.grouped_gemm import Arrangement, Groups
 from hf_laer.compute.routing import Counted, Leaving, Shares, arrive, leave, rows_both_ways
 from hf_laer.plan.own import OwnPart
 from hf_laer.plan.types import Split
@@ -60,6 +60,7 @@ class Departure(NamedTuple):
     Args:
         leaving: What leaves this rank.
         shares: Who serves what, on the device.
+        arrangement: How the rows of this rank's slots will lie.
         pending: The messages of all ranks.
         send_choices: Assignments to each rank.
         receive_choices: Assignments from each rank.
@@ -68,6 +69,7 @@ class Departure(NamedTuple):
 
     leaving: Leaving
     shares: Shares
+    arrangement: Arrangement
     pending: Pending
     send_choices: list[int]
     receive_choices: list[int]
@@ -81,6 +83,7 @@ def depart(
     split: Split,
     before: np.ndarray,
     own: OwnPart,
+    arrangement: Arrangement,
     comm: Communicator,
 ) -> Departure:
     """Works out what leaves this rank and tells the others. Collective over ``comm``.
@@ -92,29 +95,30 @@ def depart(
         split: Which replica serves which part of each expert's stream.
         before: int64 ``[E]``, tokens that earlier ranks of the group have in each expert's stream.
         own: This rank's part of the plan.
+        arrangement: How the rows of this rank's slots are to lie.
         comm: The token group.
     """
-    shares = Shares.of(split, before, own, top_k_index.device)
+    shares = Shares.of(split, before, own, arrangement, top_k_index.device)
     leaving = leave(top_k_index, top_k_weights, shares, counted)
     send, receive = own.sent.tolist(), own.received.tolist()
     pending = comm.start_all_to_all(leaving.message, send, receive)
-    return Departure(leaving, shares, pending, send, receive, top_k_index.shape[1])
+    return Departure(leaving, shares, arrangement, pending, send, receive, top_k_index.shape[1])
 
 
-def make_routes(departure: Departure, slot_counts: list[int], most_rows: int, comm: Communicator) -> Routes:
+def make_routes(departure: Departure, most_rows: int, comm: Communicator) -> Routes:
     """The exchange, once this rank knows what it will receive; waits for the device.
 
     Args:
         departure: From :func:`depart`.
-        slot_counts: Tokens that the plan gives to each slot of this rank.
         most_rows: No more rows than this arrive.
         comm: The token group.
     """
     leaving, edges = departure.leaving, departure.shares.edges
     received = departure.pending.wait()
     rows = rows_both_ways(leaving.message, received, edges)
-    arrived = arrive(received, edges[1], most_rows, departure.top_k, len(slot_counts))
-    groups = Groups(slot_counts, departure.shares.slot_ends, arrived.slot)
+    places, ends = departure.shares.slots
+    arrived = arrive(received, edges[1], most_rows, departure.top_k, places)
+    groups = Groups(departure.arrangement, ends, arrived.slot)
     # The host waits once, for how many rows there are; assignments are known from the plan.
     send_rows, receive_rows = comm.to_host(rows).tolist()
     return Routes(

@@ -18,7 +18,7 @@ from hf_laer.compute.experts import (
     first_product,
     second_product,
 )
-from hf_laer.compute.grouped_gemm import Groups, Stacks
+from hf_laer.compute.grouped_gemm import Arrangement, Groups, Stacks
 from hf_laer.compute.low_rank import FactorGradients, LowRank
 from hf_laer.compute.spec import ExpertsSpec
 
@@ -183,7 +183,9 @@ def _chunk(groups: Groups, ends: list[int], start: int, stop: int) -> Chunk:
     slots = [slot for slot in range(len(groups.counts)) if ends[slot] < stop and ends[slot + 1] > start]
     first, last = slots[0], slots[-1] + 1
     counts = [min(ends[slot + 1], stop) - max(ends[slot], start) for slot in range(first, last)]
-    own = Groups(counts, (groups.ends[first:last] - start).clamp(0, stop - start), groups.slot[start:stop] - first)
+    arrangement = Arrangement.of(counts, (len(counts),), None)
+    ends = (groups.ends[first:last] - start).clamp(0, stop - start)
+    own = Groups(arrangement, ends, groups.slot[start:stop] - first)
     return Chunk(slice(start, stop), slice(first, last), own)
 
 

@@ -5,8 +5,9 @@ Letters in shapes: A rows sorted by slot, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -19,92 +20,141 @@ _ALONE_FLOPS = 100 * 10**9
 Stacks = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Apart:
-    """Groups told apart by their size.
+def alone_from(rows: int, columns: int) -> int:
+    """From how many rows on a group's product with such a matrix is a call of its own."""
+    return -(-_ALONE_FLOPS // (2 * rows * columns))
+
+
+class Arrangement(NamedTuple):
+    """Where the rows of each slot lie: stack after stack, in each one those of large groups last.
+
+    So the others are consecutive and in the order of their slots, as ``grouped_mm`` wants them, and no product needs a
+    copy of its rows.
 
     Args:
-        alone: Slot, first row and one past the last of each group that is multiplied alone.
-        together: First row and one past the last of each run of the others.
-        ends: int32 ``[S]``, cumulative counts of the others' rows; none for those alone.
+        counts: Rows of each slot.
+        stacks: Slots of each stack.
+        order: All slots, as their rows lie.
+        alone: Those whose products are calls of their own; they come last in their stack.
     """
 
-    alone: list[tuple[int, int, int]]
-    together: list[tuple[int, int]]
+    counts: Sequence[int]
+    stacks: tuple[int, ...]
+    order: list[int]
+    alone: frozenset[int]
+
+    @classmethod
+    def of(cls, counts: Sequence[int], stacks: tuple[int, ...], least: int | None) -> Arrangement:
+        """Groups of at least ``least`` rows are alone; ``None``: none is."""
+        slots = range(len(counts))
+        alone = frozenset(slot for slot in slots if counts[slot] >= least) if least is not None else frozenset()
+        if not alone:
+            return cls(counts, stacks, list(slots), alone)
+        order, start = [], 0
+        for size in stacks:
+            # Stable: in each half by slot.
+            order += sorted(range(start, start + size), key=alone.__contains__)
+            start += size
+        return cls(counts, stacks, order, alone)
+
+    def places(self) -> list[int]:
+        """Each slot's place in the order."""
+        places = [0] * len(self.order)
+        for place, slot in enumerate(self.order):
+            places[slot] = place
+        return places
+
+    def ends(self) -> list[int]:
+        """Where each slot's rows end among those of its stack that are multiplied together."""
+        ends, start = [], 0
+        for size in self.stacks:
+            end = 0
+            for slot in range(start, start + size):
+                end += 0 if slot in self.alone else self.counts[slot]
+                ends.append(end)
+            start += size
+        return ends
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """The rows of one stack.
+
+    Args:
+        start: The first one.
+        together: One past the last of those that are multiplied in one call.
+        stop: One past the last.
+        ends: int32 ``[S']``, where each slot's rows among these end, counted from ``start``.
+        each: Slot in the stack, first row and one past the last, of every slot that has rows.
+        alone: Of these, the ones that are multiplied alone.
+    """
+
+    start: int
+    together: int
+    stop: int
     ends: torch.Tensor
-
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The others' rows, one after the other."""
-        parts = [rows[start:stop] for start, stop in self.together]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def sizes(self) -> list[int]:
-        """Rows of each run."""
-        return [stop - start for start, stop in self.together]
+    each: list[tuple[int, int, int]]
+    alone: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """How many consecutive rows belong to each slot, on the host and as end offsets on the device.
+    """Which rows belong to which slot, on the host and on the device.
 
     Args:
-        counts: Rows of each slot; sums to A.
-        ends: int32 ``[S]``, cumulative counts on the rows' device.
+        arrangement: How they lie.
+        ends: int32 ``[S]``, the arrangement's on the rows' device.
         slot: int64 ``[A]``, each row's slot.
     """
 
-    counts: list[int]
+    arrangement: Arrangement
     ends: torch.Tensor
     slot: torch.Tensor
-    _split: dict[tuple[int, ...], list[tuple[int, int, Groups]]] = field(default_factory=dict, repr=False)
-    _apart: dict[int, Apart] = field(default_factory=dict, repr=False)
+    _stretches: dict[tuple[int, ...], list[Stretch]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, counts: list[int], device: torch.device) -> Groups:
-        """Groups with ``counts`` rows each."""
-        sizes = torch.tensor(counts, dtype=torch.int64)
-        slot = torch.arange(len(counts)).repeat_interleave(sizes).to(device)
-        return cls(counts, sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True), slot)
+    def of(
+        cls,
+        counts: Sequence[int],
+        device: torch.device,
+        least: int | None = None,
+        stacks: tuple[int, ...] | None = None,
+    ) -> Groups:
+        """Groups with ``counts`` rows each, in one stack unless told otherwise; see :meth:`Arrangement.of`."""
+        arrangement = Arrangement.of(counts, stacks or (len(counts),), least)
+        sizes = torch.tensor([counts[slot] for slot in arrangement.order], dtype=torch.int64)
+        slot = torch.tensor(arrangement.order, dtype=torch.int64).repeat_interleave(sizes).to(device)
+        return cls(arrangement, _on(device, arrangement.ends()), slot)
 
-    def split(self, sizes: tuple[int, ...]) -> list[tuple[int, int, Groups]]:
-        """The groups of consecutive runs of ``sizes`` slots, each with its first row and one past its last."""
-        if sizes not in self._split:
-            self._split[sizes] = list(self._runs(sizes))
-        return self._split[sizes]
+    @property
+    def counts(self) -> Sequence[int]:
+        """Rows of each slot; sums to A."""
+        return self.arrangement.counts
 
-    def apart(self, least: int) -> Apart:
-        """Groups of at least ``least`` rows, and the others."""
-        if least not in self._apart:
-            self._apart[least] = self._told_apart(least)
-        return self._apart[least]
+    def stretches(self, stacks: tuple[int, ...]) -> list[Stretch]:
+        """The rows of each of ``stacks``, as many slots each; other ones than the arrangement's if none is alone."""
+        if stacks not in self._stretches:
+            self._stretches[stacks] = self._cut(stacks)
+        return self._stretches[stacks]
 
-    def _told_apart(self, least: int) -> Apart:
-        alone: list[tuple[int, int, int]] = []
-        together: list[tuple[int, int]] = []
-        start = 0
-        for slot, count in enumerate(self.counts):
-            stop = start + count
-            if count >= least:
-                alone.append((slot, start, stop))
-            elif count and together and together[-1][1] == start:
-                together[-1] = together[-1][0], stop
-            elif count:
-                together.append((start, stop))
-            start = stop
-        ends = self.ends
-        if alone and together:
-            sizes = torch.tensor([0 if count >= least else count for count in self.counts])
-            ends = sizes.cumsum(0).to(torch.int32).to(ends.device, non_blocking=True)
-        return Apart(alone, together, ends)
-
-    def _runs(self, sizes: tuple[int, ...]) -> Iterator[tuple[int, int, Groups]]:
-        slots, rows = 0, 0
-        for size in sizes:
-            counts = self.counts[slots : slots + size]
-            stop = rows + sum(counts)
-            ends, slot = self.ends[slots : slots + size], self.slot[rows:stop]
-            yield rows, stop, Groups(counts, ends - rows if rows else ends, slot - slots if slots else slot)
-            slots, rows = slots + size, stop
+    def _cut(self, stacks: tuple[int, ...]) -> list[Stretch]:
+        arrangement, ends = self.arrangement, self.ends
+        if stacks != arrangement.stacks:
+            assert not arrangement.alone, "rows lie as other stacks want them"
+            arrangement = arrangement._replace(stacks=stacks)
+            ends = _on(ends.device, arrangement.ends())
+        found, slots, start = [], 0, 0
+        for size in stacks:
+            each, stop, together = [], start, start
+            for slot in arrangement.order[slots : slots + size]:
+                first, stop = stop, stop + arrangement.counts[slot]
+                if first < stop:
+                    each.append((slot - slots, first, stop))
+                together = together if slot in arrangement.alone else stop
+            alone = [one for one in each if one[0] + slots in arrangement.alone]
+            found.append(Stretch(start, together, stop, ends[slots : slots + size], each, alone))
+            slots, start = slots + size, stop
+        return found
 
 
 def rows_times(rows: torch.Tensor, stacks: Stacks, groups: Groups) -> torch.Tensor:
@@ -118,31 +168,26 @@ def rows_times(rows: torch.Tensor, stacks: Stacks, groups: Groups) -> torch.Tens
     Returns:
         ``[A, n]`` in the rows' dtype.
     """
-    parts = [(stack, *part) for stack, part in zip(stacks, groups.split(_sizes(stacks)), strict=True)]
-    busy = [part for part in parts if part[1] < part[2]]
-    if len(busy) == 1:
-        stack, _, _, own = busy[0]
-        return _rows_times(rows, stack, own)
-    out = rows.new_empty(len(rows), stacks[0].shape[2])
-    for stack, start, stop, own in busy:
-        _rows_times(rows[start:stop], stack, own, out[start:stop])
-    return out
+    out: torch.Tensor | None = None
+    for stack, stretch in zip(stacks, groups.stretches(_sizes(stacks)), strict=True):
+        if stretch.start < stretch.stop:
+            out = _rows_times(rows, stack, stretch, out)
+    return rows.new_empty(len(rows), stacks[0].shape[2]) if out is None else out
 
 
-def _rows_times(
-    rows: torch.Tensor, weight: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    apart = groups.apart(_alone_from(rows, weight, weight.shape[1] * weight.shape[2]))
-    if out is None:
-        if not apart.alone and apart.together:
-            return torch.nn.functional.grouped_mm(rows, weight, offs=apart.ends)
-        out = rows.new_empty(len(rows), weight.shape[2])
-    for slot, start, stop in apart.alone:
+def _rows_times(rows: torch.Tensor, weight: torch.Tensor, stretch: Stretch, out: torch.Tensor | None) -> torch.Tensor:
+    """Into the stretch's rows of ``out`` ``[A, n]``, or of a new one."""
+    kernel, some = _kernel_takes(rows, weight), slice(stretch.start, stretch.together)
+    if kernel and stretch.start < stretch.together:
+        if out is None and stretch.start == 0:
+            # Of all rows, as it takes no place to write to: those after its last group are left to what follows.
+            out = torch.nn.functional.grouped_mm(rows, weight, offs=stretch.ends)
+        else:
+            out = rows.new_empty(len(rows), weight.shape[2]) if out is None else out
+            out[some].copy_(torch.nn.functional.grouped_mm(rows[some], weight, offs=stretch.ends))
+    out = rows.new_empty(len(rows), weight.shape[2]) if out is None else out
+    for slot, start, stop in stretch.alone if kernel else stretch.each:
         torch.mm(rows[start:stop], weight[slot], out=out[start:stop])
-    if apart.together:
-        found = torch.nn.functional.grouped_mm(apart.of(rows), weight, offs=apart.ends)
-        for (start, stop), part in zip(apart.together, found.split(apart.sizes()), strict=True):
-            out[start:stop].copy_(part)
     return out
 
 
@@ -158,24 +203,23 @@ def rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups, sizes: t
     Returns:
         ``[S', m, n]`` each; zero where a slot has no rows.
     """
-    return tuple(_rows_outer(left[start:stop], right[start:stop], own) for start, stop, own in groups.split(sizes))
+    return tuple(_rows_outer(left, right, stretch) for stretch in groups.stretches(sizes))
 
 
-def _rows_outer(left: torch.Tensor, right: torch.Tensor, groups: Groups) -> torch.Tensor:
-    apart = groups.apart(_alone_from(left, right, left.shape[1] * right.shape[1]))
-    if apart.together:
-        # Zero where a group has no rows here, as grouped_mm leaves it.
-        out = torch.nn.functional.grouped_mm(apart.of(left).t(), apart.of(right), offs=apart.ends)
+def _rows_outer(left: torch.Tensor, right: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    kernel, some = _kernel_takes(left, right), slice(stretch.start, stretch.together)
+    if kernel and stretch.start < stretch.together:
+        # Zero where a group has no rows here.
+        out = torch.nn.functional.grouped_mm(left[some].t(), right[some], offs=stretch.ends)
     else:
-        out = left.new_zeros(len(groups.counts), left.shape[1], right.shape[1])
-    for slot, start, stop in apart.alone:
+        out = left.new_zeros(len(stretch.ends), left.shape[1], right.shape[1])
+    for slot, start, stop in stretch.alone if kernel else stretch.each:
         torch.mm(left[start:stop].t(), right[start:stop], out=out[slot])
     return out
 
 
-def _alone_from(left: torch.Tensor, right: torch.Tensor, matrix: int) -> int:
-    """From how many rows on a group's product is a call of its own; each one where the kernel does not apply."""
-    return -(-_ALONE_FLOPS // (2 * matrix)) if _kernel_takes(left, right) else 1
+def _on(device: torch.device, ends: list[int]) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _sizes(stacks: Stacks) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_laer.compute.grouped_gemm import Arrangement
 from hf_laer.compute.kernels import usable
 from hf_laer.compute.rows import places
 from hf_laer.plan.own import OwnPart
@@ -26,9 +27,10 @@ class Shares:
     """Which replica serves which part of each expert's stream, on the device in one tensor.
 
     Args:
-        packed: int32 ``[E + 1 + E + 3P + 2N + S]``: the first replica of each expert, then the tokens that earlier
+        packed: int32 ``[E + 1 + E + 3P + 2N + 2S]``: the first replica of each expert, then the tokens that earlier
             ranks have in its stream, then each replica's rank, slot, and the end of its part; then where the choices
-            to each rank end, where those from each rank do, and where the rows of each of this rank's slots do.
+            to each rank end, and where those from each rank do; then the place of each of this rank's slots in the
+            order of its rows, and where its rows end (:class:`~hf_laer.compute.grouped_gemm.Arrangement`).
         experts: E.
         replicas: P.
         most: The most replicas that an expert has.
@@ -42,17 +44,21 @@ class Shares:
     ranks: int
 
     @classmethod
-    def of(cls, split: Split, before: np.ndarray, own: OwnPart, device: torch.device) -> Shares:
+    def of(
+        cls, split: Split, before: np.ndarray, own: OwnPart, arrangement: Arrangement, device: torch.device
+    ) -> Shares:
         """On ``device``.
 
         Args:
             split: Which replica serves which part of each expert's stream.
             before: int64 ``[E]``, tokens that earlier ranks have in each expert's stream.
             own: This rank's part of the plan.
+            arrangement: How the rows of this rank's slots lie.
             device: The tokens'.
         """
-        ends = (own.sent.cumsum(), own.received.cumsum(), own.slots.cumsum())
-        parts = (split.first, before, split.rank, split.slot, split.end, *ends)
+        edges = own.sent.cumsum(), own.received.cumsum()
+        rows = (np.array(numbers, np.int64) for numbers in (arrangement.places(), arrangement.ends()))
+        parts = (split.first, before, split.rank, split.slot, split.end, *edges, *rows)
         # int32: no micro-batch sends two thousand million tokens to one expert.
         packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
         most = int((split.first[1:] - split.first[:-1]).max(initial=0))
@@ -70,9 +76,9 @@ class Shares:
         return self.packed[start : start + 2 * self.ranks].view(2, self.ranks)
 
     @property
-    def slot_ends(self) -> torch.Tensor:
-        """int32 ``[S]``: where the rows of each of this rank's slots end."""
-        return self.packed[self._ends + 2 * self.ranks :]
+    def slots(self) -> torch.Tensor:
+        """int32 ``[2, S]``: each slot's place in the order of rows, and where its rows end."""
+        return self.packed[self._ends + 2 * self.ranks :].view(2, -1)
 
     @property
     def _ends(self) -> int:
@@ -109,7 +115,7 @@ class Leaving(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What this rank serves, sorted by slot.
+    """What this rank serves, sorted by the places of its slots.
 
     Args:
         source_row: int64 ``[A]``, the received row of each assignment.
@@ -170,25 +176,25 @@ def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares
     return Leaving(row_token, token_rows, choices, message)
 
 
-def arrive(received: torch.Tensor, ends: torch.Tensor, rows: int, top_k: int, slots: int) -> Arrived:
-    """Sorts what arrived by slot; assignments keep their order within a slot.
+def arrive(received: torch.Tensor, ends: torch.Tensor, rows: int, top_k: int, places_of: torch.Tensor) -> Arrived:
+    """Sorts what arrived by slot, in the order of their places; assignments keep their order within a slot.
 
     Args:
         received: int32 ``[A, 3]``, the messages of all ranks, one after the other.
         ends: int32 ``[N]``, where the assignments of each rank end.
         rows: At least R.
         top_k: K.
-        slots: Slots of this rank.
+        places_of: int32 ``[S]``, each slot's place in the order.
     """
     if usable(received) and len(received):
         from hf_laer.compute.kernels.routing import arrive as kernel
 
-        return Arrived(*kernel(received, ends, rows, top_k, slots))
+        return Arrived(*kernel(received, ends, rows, top_k, places_of))
     of_rank = row_counts(received, ends)
     choices = ends.diff(prepend=ends.new_zeros(1))
     first_row = (of_rank.cumsum(0) - of_rank).repeat_interleave(choices, output_size=len(received))
     row = received[:, 0].long() + first_row
-    arrival = torch.argsort(received[:, 1], stable=True)
+    arrival = torch.argsort(places_of[received[:, 1].long()], stable=True)
     sorted_place = torch.empty_like(arrival)
     sorted_place[arrival] = torch.arange(len(arrival), device=arrival.device)
     row_places = places(row, rows, top_k)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_laer import LaerConfig, patch_model
+from hf_laer.compute import grouped_gemm
 from hf_laer.integrations.transformers import expert_parameters, get_engine
 from tests.engine.cases import (
     average_dense_gradients,
     batch_of,
     compare_gradients,
+    equal_to_unpatched,
     expected,
     loss_of,
     movement,
@@ -240,3 +244,31 @@ def mesh_and_state() -> None:
     engine = get_engine(model)
     assert engine is not None
     assert patch_model(model, engine.config, mesh=world_mesh()) is model
+
+
+def large_groups_alone(strategy: str) -> dict[str, int]:
+    """Groups of three rows or more are multiplied alone, the others by ``grouped_mm``, as on a GPU."""
+    sizes = {"hidden_size": 48, "intermediate_size": 40}
+    takes = patch.object(grouped_gemm, "_kernel_takes", lambda left, right: len(left) > 0 and len(right) > 0)
+    with takes, patch.object(grouped_gemm, "_ALONE_FLOPS", 3 * 2 * 48 * 80), watched_calls() as calls:
+        moved = equal_to_unpatched("gpt_oss", {"strategy": strategy, "history": 1}, None, sizes)
+    return {**moved, **calls}
+
+
+@contextmanager
+def watched_calls() -> Iterator[dict[str, int]]:
+    """Counts stretches with groups alone, with groups together, and with both."""
+    calls = {"alone": 0, "together": 0, "both": 0}
+    cut = grouped_gemm.Groups._cut
+
+    def counting(self: grouped_gemm.Groups, stacks: tuple[int, ...]) -> list[grouped_gemm.Stretch]:
+        found = cut(self, stacks)
+        for stretch in found:
+            alone, together = bool(stretch.alone), stretch.start < stretch.together
+            calls["alone"] += alone
+            calls["together"] += together
+            calls["both"] += alone and together
+        return found
+
+    with patch.object(grouped_gemm.Groups, "_cut", counting):
+        yield calls

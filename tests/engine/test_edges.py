@@ -59,6 +59,14 @@ def test_optimizer_steps(ranks, strategy: str, optimizer: str, made: str) -> Non
     ranks(2).run(cases_edges.stepped, family="qwen2_moe", strategy=strategy, optimizer=optimizer, made=made)
 
 
+@pytest.mark.parametrize("strategy", ["llep", "fsep+llep"])
+def test_large_groups_alone(ranks, strategy: str) -> None:
+    for calls in ranks(2).run(cases_edges.large_groups_alone, strategy=strategy):
+        assert calls["alone"] > 0
+        assert calls["together"] > 0
+        assert calls["both"] > 0
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_generation(ranks, strategy: str) -> None:
     ranks(2).run(cases_edges.generated, family="qwen3_moe", strategy=strategy)

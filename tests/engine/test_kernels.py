@@ -13,6 +13,7 @@ import torch
 
 from hf_laer.comm.routes import most_rows
 from hf_laer.compute.gate import FusedGate, Gate, recognize
+from hf_laer.compute.grouped_gemm import Arrangement
 from hf_laer.compute.routing import Arrived, Counted, Leaving, Shares, arrive, count, leave, row_counts, rows_both_ways
 from hf_laer.compute.rows import gather_sum, places
 from hf_laer.plan import chunk_owners, llep, own_part
@@ -89,10 +90,14 @@ def _check_exchange(tokens: int, top_k: int, experts: int, ranks: int, skew: flo
     loads = np.stack([count(one, experts).loads.numpy() for one in index])
     plan = llep(loads, chunk_owners(experts, ranks), min_tokens_per_gemm=1, imbalance_threshold=1.0)
     own = [own_part(plan, loads, rank) for rank in range(ranks)]
-    messages, edges = [], []
+    messages, edges, places_of = [], [], []
     for rank, one in enumerate(index):
         weights = torch.rand(one.shape, generator=generator)
-        shares = Shares.of(plan.split, loads[:rank].sum(0), own[rank], torch.device("cpu"))
+        # Large groups last, in two stacks.
+        counts = own[rank].slots.tolist()
+        arrangement = Arrangement.of(counts, (len(counts) // 2, -(-len(counts) // 2)), max(1, tokens // 4))
+        shares = Shares.of(plan.split, loads[:rank].sum(0), own[rank], arrangement, torch.device("cpu"))
+        places_of.append(shares.slots[0])
         want = leave(one, weights, shares, count(one, experts))
         counted = Counted(*kernels.count(one, experts))
         assert counted.loads.tolist() == loads[rank].tolist()
@@ -102,14 +107,14 @@ def _check_exchange(tokens: int, top_k: int, experts: int, ranks: int, skew: flo
         edges.append(shares.edges)
     for rank in range(ranks):
         received = torch.cat([message[rank] for message in messages])
-        sent, slots = torch.cat(messages[rank]), len(plan.placement.held_by(rank))
+        sent = torch.cat(messages[rank])
         rows = rows_both_ways(sent, received, edges[rank])
         assert torch.equal(kernels.rows_both_ways(sent, received, edges[rank]), rows)
         arriving, bound = int(rows[1].sum()), most_rows(loads, own[rank], top_k)
         assert arriving <= bound <= len(received)
         if len(received):
-            want = arrive(received, edges[rank][1], bound, top_k, slots)
-            got = Arrived(*kernels.arrive(received, edges[rank][1], bound, top_k, slots))
+            want = arrive(received, edges[rank][1], bound, top_k, places_of[rank])
+            got = Arrived(*kernels.arrive(received, edges[rank][1], bound, top_k, places_of[rank]))
             _check_equal(want, got, row_places=arriving)
 
 

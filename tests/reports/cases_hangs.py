@@ -21,6 +21,7 @@ from hf_laer.comm.groups import communicators
 from hf_laer.comm.routes import depart, make_routes, most_rows
 from hf_laer.comm.tokens import start_combine, start_dispatch
 from hf_laer.comm.watch import Watch
+from hf_laer.compute.grouped_gemm import Arrangement
 from hf_laer.compute.routing import count
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.transformers import get_engine
@@ -116,8 +117,9 @@ def matrices() -> None:
         index = torch.repeat_interleave(torch.arange(4), torch.tensor(counts[rank])).view(-1, 1)
         plan = ep(counts, np.arange(4))
         own, weights = own_part(plan, counts, rank), torch.ones(index.shape)
-        departure = depart(index, weights, count(index, 4), plan.split, counts[:rank].sum(0), own, comms.tokens)
-        routes = make_routes(departure, own.slots.tolist(), most_rows(counts, own, 1), comms.tokens)
+        lie = Arrangement.of(own.slots.tolist(), (1,), None)
+        departure = depart(index, weights, count(index, 4), plan.split, counts[:rank].sum(0), own, lie, comms.tokens)
+        routes = make_routes(departure, most_rows(counts, own, 1), comms.tokens)
         hidden = torch.arange(len(index) * 5.0).view(-1, 5) + 1000 * rank
         arrived = start_dispatch(hidden, routes, comms.tokens).wait()
         assert arrived.shape == (counts[:, rank].sum(), 5), name

@@ -51,12 +51,16 @@ def _store_counts(table, key, blocks, bins, BINS: tl.constexpr):
 
 
 @triton.jit
-def _count_kernel(keys, table, total, stride, blocks, per, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Elements of each key in each block of ``per``, ``[bins, B]``."""
+def _count_kernel(
+    keys, places, table, total, stride, blocks, per, bins, PLACED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
+):  # fmt: skip
+    """Elements of each key, or of its place if there are places, in each block of ``per``, ``[bins, B]``."""
     lane = tl.arange(0, BLOCK)
     at = tl.program_id(0) * per + lane
     inside = (lane < per) & (at < total)
     key = tl.load(keys + at.to(tl.int64) * stride, mask=inside, other=bins).to(tl.int32)
+    if PLACED:
+        key = tl.load(places + key, mask=inside, other=bins)
     _store_counts(table, key, blocks, bins, BINS)
 
 
@@ -175,7 +179,7 @@ def _source(received, stops, at, ranks):
 
 @triton.jit
 def _arrive_kernel(
-    received, stops, ends, source_row, arrival, row_places, gates, slots, total, blocks, ranks,
+    received, stops, ends, places, source_row, arrival, row_places, gates, slots, total, blocks, ranks,
     K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the tables of what arrived; each row's last assignment also fills the places that stay empty."""
@@ -186,8 +190,9 @@ def _arrive_kernel(
     row = tl.load(received + at * 3, mask=inside, other=-1)
     slot = tl.load(received + at * 3 + 1, mask=inside, other=-1)
     gate = tl.load(received + at * 3 + 2, mask=inside, other=0)
-    _, earlier = _same(slot, BLOCK)
-    place = _how_many(earlier) + _start(ends, slot * blocks + block, inside)
+    key = tl.load(places + slot, mask=inside, other=-1)
+    _, earlier = _same(key, BLOCK)
+    place = _how_many(earlier) + _start(ends, key * blocks + block, inside)
     start, first_row = _source(received, stops, at, ranks)
     nth = tl.zeros([BLOCK], tl.int32)
     for back in tl.static_range(1, K):
@@ -213,11 +218,16 @@ def _bins(keys: int) -> int:
     return max(_FEWEST_BINS, triton.next_power_of_2(keys + 1))
 
 
-def _ends(keys: torch.Tensor, total: int, stride: int, per: int, bins: int) -> torch.Tensor:
-    """int32 ``[bins * B]``: where the elements of each key in each block of ``per`` end, sorted by key."""
+def _ends(
+    keys: torch.Tensor, total: int, stride: int, per: int, bins: int, places: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int32 ``[bins * B]``: where the elements of each key in each block of ``per`` end, sorted by key or its place."""
     blocks = triton.cdiv(total, per)
     table = torch.empty(bins * blocks, dtype=torch.int32, device=keys.device)
-    _count_kernel[(blocks,)](keys, table, total, stride, blocks, per, bins, BLOCK=_BLOCK, BINS=_bins(bins))
+    _count_kernel[(blocks,)](
+        keys, keys if places is None else places, table, total, stride, blocks, per, bins,
+        PLACED=places is not None, BLOCK=_BLOCK, BINS=_bins(bins),
+    )  # fmt: skip
     return table.cumsum(0, dtype=torch.int32)
 
 
@@ -272,17 +282,19 @@ def rows_both_ways(message: torch.Tensor, received: torch.Tensor, edges: torch.T
     return rows
 
 
-def arrive(received: torch.Tensor, stops: torch.Tensor, rows: int, top_k: int, slots: int) -> tuple[torch.Tensor, ...]:
+def arrive(
+    received: torch.Tensor, stops: torch.Tensor, rows: int, top_k: int, places: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """See the reference; at least one assignment arrived."""
     total, device = len(received), received.device
     blocks = triton.cdiv(total, _BLOCK)
     received = received.contiguous()
-    ends = _ends(received[:, 1], total, 3, _BLOCK, slots)
+    ends = _ends(received[:, 1], total, 3, _BLOCK, len(places), places)
     source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device)
     row_places = torch.empty(rows, top_k, dtype=torch.int64, device=device)
     gates = torch.empty(total, dtype=torch.float32, device=device)
     _arrive_kernel[(blocks,)](
-        received, stops, ends, source_row, arrival, row_places, gates, slot, total, blocks, len(stops),
+        received, stops, ends, places, source_row, arrival, row_places, gates, slot, total, blocks, len(stops),
         K=top_k, BLOCK=_BLOCK,
     )  # fmt: skip
     return source_row, arrival, row_places, gates, slot
