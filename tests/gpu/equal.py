@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 -m tests.gpu.equal
 
 fp32: loss, logits and every gradient to 1e-5 (sizes that divide nothing, and sizes that the grouped kernels take).
-bf16: each gradient's error against fp32 beside the unpatched model's own. Without GPUs it runs on CPUs, over gloo.
+bf16: each gradient's error against fp32 beside the unpatched model's own, also with large groups multiplied alone.
+Without GPUs it runs on CPUs, over gloo.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import os
 import sys
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_laer.compute import grouped_gemm
 from hf_laer.config import RECOMPUTE, STRATEGIES
 from tests.engine import cases, cases_edges
 
@@ -55,6 +58,12 @@ def half(family: str, strategy: str) -> str:
     return f"bf16 error at most {ratio:.2f} times the unpatched model's ({name})"
 
 
+def half_apart(family: str, strategy: str) -> str:
+    """As :func:`half`, where a few rows are a large group, which is multiplied alone."""
+    with patch.object(grouped_gemm, "_ALONE_FLOPS", 20_000):
+        return half(family, strategy)
+
+
 def main() -> int:
     """Runs all and prints a line for each on the first rank; the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +79,7 @@ def main() -> int:
     for family, strategy in itertools.product(args.families.split(","), args.strategies.split(",")):
         jobs = {"fp32": lambda f, s: exact(f, s, None, {}), "fp32, aligned": lambda f, s: exact(f, s, None, ALIGNED[f])}
         jobs |= {f"recompute {how}": lambda f, s, how=how: exact(f, s, how, ALIGNED[f]) for how in RECOMPUTE}
-        for name, job in {**jobs, "bf16": half}.items():
+        for name, job in {**jobs, "bf16": half, "bf16, large groups": half_apart}.items():
             started = time.perf_counter()
             try:
                 said = job(family, strategy)
