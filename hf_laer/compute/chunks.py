@@ -184,8 +184,8 @@ def _chunk(groups: Groups, ends: list[int], start: int, stop: int) -> Chunk:
     first, last = slots[0], slots[-1] + 1
     counts = [min(ends[slot + 1], stop) - max(ends[slot], start) for slot in range(first, last)]
     arrangement = Arrangement.of(counts, (len(counts),), None)
-    own_ends = (groups.ends[first:last] - start).clamp(0, stop - start)
-    own = Groups(arrangement, own_ends, groups.slot[start:stop] - first)
+    # Not cut out of the groups' own ends, which begin anew with each of their stacks.
+    own = Groups.lying(arrangement, groups.slot[start:stop] - first)
     return Chunk(slice(start, stop), slice(first, last), own)
 
 

@@ -124,7 +124,12 @@ class Groups:
         arrangement = Arrangement.of(counts, stacks or (len(counts),), least)
         sizes = torch.tensor([counts[slot] for slot in arrangement.order], dtype=torch.int64)
         slot = torch.tensor(arrangement.order, dtype=torch.int64).repeat_interleave(sizes).to(device)
-        return cls(arrangement, _on(device, arrangement.ends()), slot)
+        return cls.lying(arrangement, slot)
+
+    @classmethod
+    def lying(cls, arrangement: Arrangement, slot: torch.Tensor) -> Groups:
+        """Rows that lie so; ``slot`` as above."""
+        return cls(arrangement, _on(slot.device, arrangement.ends()), slot)
 
     @property
     def counts(self) -> Sequence[int]:
