@@ -6,6 +6,7 @@ Everything is a pure function of whole numbers and of a profile's figures, in a 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 # weights on their way.
 PREFERENCE = ("llep", "fsep+llep", "fsep", "fsdp", "ep")
 ALIKE = 1.02
+# Where no strategy fits, the memory of a layer that still counts as the least.
+ABOUT = 1.1
 # Tokens per rank and micro-batch where nothing is known of them.
 USUAL_TOKENS = 8192
 # K, where a model does not say it.
@@ -245,11 +248,13 @@ def _log(sizes: LayerSizes, count: int, found: list[Alternative], chosen: Altern
 def best(found: Sequence[Alternative], ranks: int) -> Alternative:
     """The fastest that fits into memory; of those as good as equal, the first in ``PREFERENCE``.
 
-    On one rank nothing can be balanced, and ``ep`` does the least.
+    Where none fits, the fastest of those that need about the least. On one rank nothing can be balanced, and ``ep``
+    does the least.
     """
     if ranks == 1:
         return next((one for one in found if one.strategy == "ep"), found[0])
-    able = [one for one in found if one.fits] or [min(found, key=lambda one: one.peak_bytes)]
+    smallest = min(one.peak_bytes for one in found)
+    able = [one for one in found if one.fits] or [one for one in found if one.peak_bytes <= ABOUT * smallest]
     least = min(one.seconds for one in able)
     close = [one for one in able if one.seconds <= least * ALIKE]
     return min(close, key=lambda one: PREFERENCE.index(one.strategy))
@@ -346,6 +351,16 @@ def _planned(
     return fsep_llep(now, placement, width, cost=asked, **spill), "sharded", placement
 
 
+def home_bytes(sizes: LayerSizes, layers: int) -> int:
+    """Of all experts, over all ranks: weights, gradients and two moments in float32."""
+    return HOME_BYTES * (3 if sizes.gated else 2) * sizes.hidden * sizes.intermediate * sizes.experts * layers
+
+
+def ranks_that_hold(sizes: LayerSizes, profile: Profile, layers: int) -> int:
+    """Ranks whose memory the homes of all experts take, with nothing else in it but what ``ROOM`` leaves."""
+    return math.ceil(home_bytes(sizes, layers) / (ROOM * profile.memory_bytes))
+
+
 def _alternative(
     config: LaerConfig,
     found: list[Prediction],
@@ -371,8 +386,7 @@ def _alternative(
     compute, tokens, weights, hidden = (sum(values) / len(found) for values in zip(*parts, strict=True))
     seconds = sum(max(host, sum(part[:3])) for part in parts) / len(found)
     peak = max(float(one.peak_bytes.max()) for one in found)
-    values = (3 if sizes.gated else 2) * sizes.hidden * sizes.intermediate * sizes.experts
-    home = HOME_BYTES * values / ranks * layers
+    home = home_bytes(sizes, layers) / ranks
     fits = profile.memory_bytes == 0 or home + peak <= ROOM * profile.memory_bytes
     return Alternative(config.strategy, config, seconds, compute, tokens, weights, hidden, peak, fits)
 

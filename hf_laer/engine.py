@@ -25,7 +25,7 @@ from hf_laer.config import AUTO, LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
-from hf_laer.plan import CostModel, chunk_owners, compile_kernels, gained, holders, own_part, owner_loads
+from hf_laer.plan import CostModel, chunk_owners, gained, holders, own_part, owner_loads
 from hf_laer.plan.types import Placement, Plan
 from hf_laer.profile import Profile, read_profile, shipped_profile
 from hf_laer.shard.ahead import Era, Unsharder
@@ -34,6 +34,7 @@ from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
+from hf_laer.start import broadcast, compile_planners
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
 from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
@@ -147,7 +148,7 @@ class Engine:
         try:
             everyone = self._checked_alike()
             self.profile = self.profile or shipped_profile(str(everyone[0]["device"]))
-            _compile_planners(mesh, self.ranks_per_node)
+            compile_planners(mesh, self.ranks_per_node)
             self._choose(mesh.size(mesh.ndim - 1), self.compute_dtype or compute_dtype)
             groups = self._checked_groups(mesh)
             told = self.config.check_collectives, self.ranks_per_node
@@ -225,7 +226,7 @@ class Engine:
         layout = Layout.sharded(tuple(parameter.shape), dim, weights.size)
         full = parameter.detach()
         if src_rank is not None:
-            full = _broadcast(full, dtype, mesh, src_rank)
+            full = broadcast(full, dtype, _device(mesh), src_rank)
         device = torch.device("cpu") if offload else _device(mesh)
         # A copy, so that the block does not keep the full tensor's memory.
         block = layout.block(full, weights.rank).to(device, dtype, copy=True).contiguous()
@@ -477,24 +478,3 @@ def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
-
-
-def _compile_planners(mesh: DeviceMesh, ranks_per_node: int) -> None:
-    """Now rather than in the first step; one rank of each node first, the others load what it compiled."""
-    first = dist.get_rank() % ranks_per_node == 0
-    if first:
-        compile_kernels()
-    dist.barrier(device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None)
-    if not first:
-        compile_kernels()
-
-
-def _broadcast(full: torch.Tensor, dtype: torch.dtype, mesh: DeviceMesh, src_rank: int) -> torch.Tensor:
-    """The values of the one rank that has them, on every rank."""
-    device = _device(mesh)
-    if dist.get_rank() == src_rank:
-        values = full.to(device, dtype).contiguous()
-    else:
-        values = torch.empty(full.shape, dtype=dtype, device=device)
-    dist.broadcast(values, src=src_rank)
-    return values

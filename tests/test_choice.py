@@ -107,6 +107,8 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     assert best(barred, 2).strategy != "fsdp"
     none = [dataclasses.replace(one, fits=False) for one in found]
     assert best(none, 2).peak_bytes == min(one.peak_bytes for one in found)
+    alike = [dataclasses.replace(one, peak_bytes=100.0 + at) for at, one in enumerate(none)]
+    assert best(alike, 2).strategy == "fsdp", "all need about the same: the fastest"
     tight = dataclasses.replace(H200, memory_bytes=2**30)
     assert not any(one.fits for one in alternatives(G128, tight, 8, 8, AUTO, tokens=8192))
     assert all(one.fits for one in alternatives(G128, H200, 8, 8, AUTO, tokens=8192))

@@ -52,6 +52,11 @@ class Effort:
         return cls() if device.type == "cuda" else cls(2.0, 32 * MIB, 64 * MIB, ROWS[:7])
 
 
+def warm_up(device: torch.device) -> None:
+    """Compiles planners and kernels, which only the first run on a machine does. Collective over the world."""
+    _spill_seconds(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
 def measure_host(
     device: torch.device, ranks_per_node: int, sizes: BenchWeights, effort: Effort | None = None
 ) -> Profile:

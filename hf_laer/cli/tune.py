@@ -15,11 +15,21 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.bench.host import measure_host
+from hf_laer.bench.host import measure_host, warm_up
 from hf_laer.bench.layer import LAYERS, LayerShape, measure
 from hf_laer.bench.rivals import BenchWeights
 from hf_laer.bench.routing import routing
-from hf_laer.choice import Alternative, LayerSizes, Loads, alternatives, best, threshold, tuned, usual_loads
+from hf_laer.choice import (
+    Alternative,
+    LayerSizes,
+    Loads,
+    alternatives,
+    best,
+    ranks_that_hold,
+    threshold,
+    tuned,
+    usual_loads,
+)
 from hf_laer.cli.ranks import joined, write_figures
 from hf_laer.comm.groups import ranks_of_node
 from hf_laer.config import STRATEGIES, LaerConfig
@@ -63,8 +73,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         profile = read_profile(args.profile)
         _recommend(args, console, _in_dtype(sizes, profile), layers, profile, config, args.nodes or 1, _width(args))
         return 0
-    begun = time.monotonic()
     with joined() as device:
+        warm_up(device)
+        begun = time.monotonic()
         width = min(_width(args), dist.get_world_size())
         profile = measure_host(device, width, _weights(sizes, device))
         sizes, first = _in_dtype(sizes, profile), dist.get_rank() == 0
@@ -208,6 +219,9 @@ def _recommend(
     found = [predicted(tuned(dataclasses.replace(config, strategy=name), predicted, slots)) for name in STRATEGIES]
     chosen = best(found, ranks)
     console.print(_alternatives_table(found, chosen, sizes, layers, nodes, width, args.tokens))
+    if not chosen.fits:
+        needed = ranks_that_hold(sizes, profile, layers)
+        console.print(f"the experts do not fit {ranks} ranks: they take {needed} at least", markup=False)
     limit = threshold(sizes, profile, ranks, width, chosen.config, args.tokens)
     for line in _settings(args, chosen, limit):
         console.print(line, highlight=False, markup=False)

@@ -101,6 +101,16 @@ def test_tune_reads_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "E 8 H 34 I 25 K 2, 2 layers" in " ".join(capsys.readouterr().out.split())
 
 
+def test_tune_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """16 bytes of each of 48 x 128 x 3 x 2048 x 768 numbers: 432 GiB, for which 64 GiB of each 80 serve."""
+    dataclasses.replace(shipped_profile("NVIDIA H200"), memory_bytes=80 * 2**30).write(tmp_path / "profile.json")
+    arguments = ["tune", "--layer", "q128", "--layers", "48", "--profile", str(tmp_path / "profile.json")]
+    for ranks, fits in (("4", False), ("8", True)):
+        assert main([*arguments, "--ranks-per-node", ranks]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("do not fit 4 ranks: they take 7 at least" in shown) is not fits
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
