@@ -7,6 +7,7 @@ the error names the versions.
 
 Beside these, one private method is replaced on the user's own model object, not in Transformers:
 ``_set_gradient_checkpointing``, in ``transformers/checkpointing.py``, which checks its parameters likewise.
+And one of PyTorch's private attributes is read, ``_all_gather_result`` of an FSDP2 unit, in ``accelerate/hook.py``.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ any other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -202,12 +203,42 @@ def prefetch_layers(model: nn.Module, engine: Engine) -> None:
     FSDP2 does that by itself only as far as the host runs ahead of the device; here the host waits in every MoE layer,
     to know the loads. No more memory is used than when it does run ahead.
     """
-    experts = {layer.module for layer in engine.layers.values()}
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
+    experts = {layer.module for layer in engine.layers.values()}
+    homes = {home.parameter for layer in engine.layers.values() for home in layer.homes.values()}
+    # Accelerate's checkpoint wrappers are units too, with nothing to send for.
+    units = [unit for unit in units if _has_parameters(unit, homes)]
     kinds = {type(unit) for unit in units if experts.intersection(cast(nn.Module, unit).modules())}
     layers = [unit for unit in units if type(unit) in kinds]
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
+    model.register_forward_pre_hook(partial(_drop_unused, layers[1:]), prepend=True)
+
+
+def _has_parameters(unit: FSDPModule, homes: set[nn.Parameter]) -> bool:
+    """Whether FSDP shards anything in this unit that is not another unit's."""
+    inner = [other for other in cast(nn.Module, unit).modules() if isinstance(other, FSDPModule) and other is not unit]
+    others = homes.union(*(cast(nn.Module, other).parameters() for other in inner))
+    return any(parameter not in others for parameter in cast(nn.Module, unit).parameters())
+
+
+@torch.compiler.disable
+def _drop_unused(layers: Sequence[FSDPModule], *_: Any) -> None:
+    """Before the model's forward: what a forward that ended early sent for is not to be used after an optimizer's step.
+
+    FSDP2 drops it after a backward only.
+    """
+    for layer in layers:
+        if _is_sent_for(layer):
+            layer.unshard()
+            layer.reshard()
+
+
+def _is_sent_for(layer: FSDPModule) -> bool:
+    state = layer._get_fsdp_state()
+    # torch 2.11 knows one group of a unit.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return any(getattr(group, "_all_gather_result", None) is not None for group in groups)
 
 
 def _say(engine: Engine) -> None:

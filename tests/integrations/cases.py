@@ -72,9 +72,46 @@ def checkpointed_by_accelerate(strategy: str, steps: int, **settings: Any) -> Co
         run = rig.Loop("qwen3_moe", made)
         ours = run.train(steps)
         engine = get_engine(run.model)
+        first, second = (unit for unit in run.model.modules() if type(unit).__name__ == "FSDPQwen3MoeDecoderLayer")
+        assert first._get_fsdp_state()._states_to_forward_prefetch == [second._get_fsdp_state()]
     rig.assert_same(ours, theirs)
     assert engine is not None
     return counted(engine.recorder.drain())
+
+
+def forward_cut_short(strategy: str, steps: int) -> Counts:
+    """Forwards that end after the first layer, between backward and step, leave nothing behind."""
+    theirs = rig.reference(unpatched_cut_short, "", steps)
+    with rig.fresh_accelerate():
+        made = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy=strategy))
+        ours, engine = run_cut_short(made, steps)
+    rig.assert_same(ours, theirs)
+    assert engine is not None
+    return counted(engine.recorder.drain())
+
+
+def unpatched_cut_short(_: str, steps: int) -> dict[str, Any]:
+    """The numbers of the unpatched model."""
+    return run_cut_short(rig.fsdp_plugin(), steps)[0]
+
+
+def run_cut_short(plugin: Any, steps: int) -> tuple[dict[str, Any], Any]:
+    """A loop that runs the model's first layer alone before each step; its numbers, and the engine if it has one."""
+    run = rig.Loop("qwen3_moe", plugin)
+    config, step = run.model.config, run.optimizer.step
+    layers = config.num_hidden_layers
+
+    def cut_short() -> None:
+        config.num_hidden_layers = 1
+        run.model.eval()
+        with torch.no_grad():
+            run.model(input_ids=run.batch(0), use_cache=False)
+        run.model.train()
+        config.num_hidden_layers = layers
+        step()
+
+    run.optimizer.step = cut_short
+    return run.train(steps), get_engine(run.model)
 
 
 def saved_and_loaded(folder: str, strategy: str, kind: str) -> Counts:

@@ -60,6 +60,10 @@ def test_accelerate_checkpointing(ranks, settings: dict[str, str]) -> None:
     check(ranks, cases.checkpointed_by_accelerate, "fsep", steps=5, **settings)
 
 
+def test_forward_cut_short(ranks) -> None:
+    check(ranks, cases.forward_cut_short, "fsep", steps=5)
+
+
 @pytest.mark.parametrize("how", [pytest.param("foreach", marks=pytest.mark.long), "fused"])
 def test_optimizers(ranks, how: str) -> None:
     check(ranks, cases.loop, "fsep", family="qwen3_moe", optimizer={how: True}, steps=5)
