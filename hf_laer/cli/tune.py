@@ -79,6 +79,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         width = min(_width(args), dist.get_world_size())
         profile = measure_host(device, width, _weights(sizes, device))
         sizes, first = _in_dtype(sizes, profile), dist.get_rank() == 0
+        if first and dist.get_world_size() == 1:
+            console.print("one process: no exchange is measured; start it with torchrun for as many as there are GPUs")
         if first:
             profile.write(args.out)
             console.print(_profile_table(profile))

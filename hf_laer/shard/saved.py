@@ -6,6 +6,7 @@ the files before any memory is taken.
 
 from __future__ import annotations
 
+import enum
 import io
 import math
 import pickle
@@ -93,10 +94,19 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise ValueError(f"it wants {module}.{name}, which no index of tensors needs")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """A member of an enumeration: early releases of Python 3.11 pickle it as ``getattr`` of its class."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(name, str)):
+        raise ValueError("it wants attributes, which no index of tensors needs")
+    return kind[name]
 
 
 def read_index(path: Path) -> Metadata:

@@ -118,9 +118,8 @@ def check_processes(state: Any) -> None:
     if kind == "NO" and started > 1:
         raise ValueError(
             f"Accelerate's distributed_type is NO in one of {started} processes: each would train alone. Where there "
-            "is no GPU, ask for the CPU: use_cpu: true in the file that accelerate launch is given, use_cpu=True in "
-            "the training arguments (--use_cpu true), or Accelerator(cpu=True); where there are GPUs, start the "
-            "processes by accelerate launch or torchrun, which set LOCAL_RANK"
+            "is no GPU, ask for the CPU: Accelerator(cpu=True), or use_cpu=True in the training arguments (--use_cpu "
+            "true); where there are GPUs, start the processes by accelerate launch or torchrun, which set LOCAL_RANK"
         )
 
 

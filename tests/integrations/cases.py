@@ -284,7 +284,7 @@ def processes_that_train_alone() -> None:
 
 def refused_alone() -> None:
     """One of two processes that Accelerate does not know of: by the plugin, by ``patch_model``, by the recipes."""
-    alone = r"NO in one of 2 processes: each would train alone.*use_cpu: true.*Accelerator\(cpu=True\)"
+    alone = r"NO in one of 2 processes: each would train alone.*Accelerator\(cpu=True\).*use_cpu=True"
     with pytest.raises(ValueError, match=alone):
         Accelerator(fsdp_plugin=LaerFSDPPlugin())
     with pytest.raises(ValueError, match=alone):

@@ -220,7 +220,17 @@ def test_plugin_is_fsdp2_by_default() -> None:
     assert plugin.laer == LaerConfig()
 
 
-def test_processes_that_would_each_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_brings_fsdp_to_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would train processes on CPUs as DDP, unpatched, and say nothing."""
+    asked: list[bool] = []
+    monkeypatch.setattr("hf_laer.integrations.accelerate.plugin.enable_cpu_fsdp", lambda: asked.append(True))
+    LaerFSDPPlugin()
+    assert asked == [True]
+
+
+def test_processes_that_would_each_train_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A launcher that does not say LOCAL_RANK: Accelerate sees one process, and forgets the plugin."""
     # Training arguments of earlier tests may have said the one, and made a state.
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -231,6 +241,7 @@ def test_processes_that_would_each_train_alone(monkeypatch: pytest.MonkeyPatch) 
             with fresh_accelerate():
                 if started == "1":
                     assert Accelerator(fsdp_plugin=LaerFSDPPlugin()).distributed_type == DistributedType.NO
+                    assert "NO: LaerFSDPPlugin takes no part" in caplog.text
                     patch_model(tiny_model("qwen3_moe"))
                 else:
                     cases.refused_alone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM
 
 from hf_laer.cli.main import main
@@ -167,6 +169,30 @@ def test_an_index_runs_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=r"\.metadata is no index.*it wants posix\.system"):
         SavedTensors(saved / SHARDS)
     assert not (saved / "ran").exists()
+
+
+class _ByName(pickle.Pickler):
+    """As early releases of Python 3.11 pickle enumerations, and any attribute of what is allowed."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, enum.Enum):
+            return getattr, (type(thing), thing.name)
+        return (getattr, (Metadata, "__init__")) if thing is _ByName else NotImplemented
+
+
+def test_an_index_of_early_python_3_11(saved: Path) -> None:
+    index = saved / SHARDS / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    with index.open("wb") as file:
+        _ByName(file).dump(metadata)
+    assert b"getattr" in index.read_bytes()
+    read = SavedTensors(saved / SHARDS).tensors
+    assert read == metadata.state_dict_metadata
+    metadata.planner_data = _ByName
+    with index.open("wb") as file:
+        _ByName(file).dump(metadata)
+    with pytest.raises(ValueError, match=r"\.metadata is no index.*it wants attributes"):
+        SavedTensors(saved / SHARDS)
 
 
 def test_an_index_points_nowhere_else(saved: Path) -> None:
