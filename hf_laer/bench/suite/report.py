@@ -190,7 +190,8 @@ def _hot_notes(found: list[Hot], ranks: int) -> list[str]:
         within = sum(1 / ratio <= 1.1 for ratio in memory)
         notes += [f"Memory within 10% of the balanced run's: {within} of {len(memory)} cells."] if memory else []
     if even:
-        notes.append(f"Balanced, least of plain EP's forward speed: {min(one.speedup for one in even):.3f} (wanted 0.98).")
+        least = min(one.speedup for one in even)
+        notes.append(f"Balanced, least of plain EP's forward speed: {least:.3f} (wanted 0.98).")
     return notes
 
 
