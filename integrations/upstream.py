@@ -87,7 +87,8 @@ PATCHES = {
             parameters=_OF_STATE,
             caller="",
             checked="1.15",
-            does="refuses a LaerFSDPPlugin in one of several processes that do not know of each other",
+            does="refuses a LaerFSDPPlugin in one of several processes that do not know of each other, and warns where "
+            "it takes no part",
             why="where Accelerate sees one process it drops the plugin without a word, and calls nothing of it again",
         ),
         Patch(
