@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hf_laer.config import AUTO, STRATEGIES, LaerConfig
+from hf_laer.config import AUTO, FSDP2, STRATEGIES, LaerConfig
+from hf_laer.plain import fsdp2
 from hf_laer.plan import (
     CostModel,
     Placement,
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 # weights on their way.
 PREFERENCE = ("llep", "fsep+llep", "fsep", "fsdp", "ep")
 ALIKE = 1.02
+# A layer is taken from plain FSDP2 only where that is predicted to be slower than this times the best.
+WORTH = 1.03
 # Where no strategy fits, the memory of a layer that still counts as the least.
 ABOUT = 1.1
 # Tokens per rank and micro-batch where nothing is known of them.
@@ -64,6 +67,8 @@ class LayerSizes:
         top_k: K.
         gated: Three matrices per expert instead of two.
         value_bytes: Bytes of a value in compute dtype.
+        reduce_bytes: Bytes of a weight gradient's value on its way; ``None`` means ``value_bytes``.
+        looped: The model's own implementation runs expert by expert (``eager``), which the host pays for each.
 
     Raises:
         ValueError: A size is below 1, or K above E.
@@ -75,6 +80,8 @@ class LayerSizes:
     top_k: int
     gated: bool = True
     value_bytes: int = 2
+    reduce_bytes: int | None = None
+    looped: bool = False
 
     def __post_init__(self) -> None:
         for name in ("experts", "hidden", "intermediate", "top_k", "value_bytes"):
@@ -86,6 +93,7 @@ class LayerSizes:
     def cost(self, machine: Topology, tokens: int, max_rows: int | None = None) -> CostModel:
         """The layer's cost model on a machine; ``tokens`` per rank say how long attention covers what travels."""
         kinds: dict[str, Any] = {"gated": self.gated, "value_bytes": self.value_bytes, "max_rows_per_rank": max_rows}
+        kinds["reduce_bytes"] = self.reduce_bytes
         other = attention_seconds(machine, self.hidden, tokens)
         return CostModel(machine, self.hidden, self.intermediate, self.top_k, other_seconds=other, **kinds)
 
@@ -110,7 +118,7 @@ class Alternative:
     """One strategy, predicted for one layer: means over the loads that were asked about, memory of the worst.
 
     Args:
-        strategy: One of ``STRATEGIES``.
+        strategy: One of ``STRATEGIES``, or ``FSDP2``.
         config: The settings that it was predicted with.
         seconds: Forward and backward, not less than the host needs.
         compute: Products and the copies around them, seconds.
@@ -130,6 +138,21 @@ class Alternative:
     hidden: float
     peak_bytes: float
     fits: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a layer runs.
+
+    Args:
+        strategy: One of ``STRATEGIES``, or ``FSDP2``.
+        config: The layer's settings; ``None`` where it is left to FSDP2.
+        reason: Why, in a few words: ``given``, or milliseconds predicted, and those of what it was weighed against.
+    """
+
+    strategy: str
+    config: LaerConfig | None
+    reason: str
 
 
 def usual_loads(sizes: LayerSizes, ranks: int, tokens: int) -> list[Loads]:
@@ -169,7 +192,7 @@ def alternatives(
     strategies: Sequence[str] = STRATEGIES,
     alone: bool = False,
 ) -> list[Alternative]:
-    """Every strategy's prediction, in the order of ``strategies``.
+    """Every strategy's prediction, in the order of ``strategies``, of which ``FSDP2`` can be one.
 
     Args:
         sizes: The layer.
@@ -188,9 +211,12 @@ def alternatives(
     cost = sizes.cost(profile.of_ranks(ranks, ranks_per_node), tokens, config.max_rows_per_rank)
     made = []
     for strategy in strategies:
-        own = replace(config, strategy=strategy)
-        found = [_predicted(own, one, cost) for one in loads]
-        made.append(_alternative(own, found, sizes, profile, ranks, layers, alone))
+        if strategy == FSDP2:
+            found, own = [fsdp2(one.now, cost, alone) for one in loads], config
+        else:
+            own = replace(config, strategy=strategy)
+            found = [_predicted(own, one, cost) for one in loads]
+        made.append(_alternative(strategy, own, found, sizes, profile, ranks, layers, alone))
     return made
 
 
@@ -207,8 +233,9 @@ def choose(
     ranks_per_node: int,
     expected_tokens: int | None = None,
     log: bool = True,
-) -> dict[str, LaerConfig]:
-    """Each layer's settings with a strategy in place of ``auto``; layers of one size get the same.
+    leave: Collection[str] = (),
+) -> dict[str, Choice]:
+    """How each layer runs, where the config says ``auto``; layers of one size that may be left run alike.
 
     Args:
         config: As the user gave it.
@@ -218,16 +245,32 @@ def choose(
         ranks_per_node: Ranks that share a node.
         expected_tokens: Tokens per rank and micro-batch, where the config does not say.
         log: Say what was chosen, and why.
+        leave: Layers that may be left to FSDP2.
     """
     tokens = config.tokens_per_rank or expected_tokens
-    chosen: dict[LayerSizes, Alternative] = {}
-    for sizes in layers.values():
-        if sizes not in chosen:
-            found = alternatives(sizes, profile, ranks, ranks_per_node, config, tokens=tokens, layers=len(layers))
-            chosen[sizes] = best(found, ranks)
-            if log:
-                _log(sizes, list(layers.values()).count(sizes), found, chosen[sizes], profile)
-    return {name: chosen[sizes].config for name, sizes in layers.items()}
+    kinds = {name: (sizes, name in leave) for name, sizes in layers.items()}
+    chosen: dict[tuple[LayerSizes, bool], Choice] = {}
+    for sizes, free in dict.fromkeys(kinds.values()):
+        strategies = (*STRATEGIES, FSDP2) if free and ranks > 1 else STRATEGIES
+        found = alternatives(
+            sizes, profile, ranks, ranks_per_node, config, tokens=tokens, layers=len(layers), strategies=strategies
+        )
+        one = best(found, ranks)
+        own = None if one.strategy == FSDP2 else one.config
+        chosen[sizes, free] = Choice(one.strategy, own, _reason(one, found, ranks))
+        if log:
+            _log(sizes, list(kinds.values()).count((sizes, free)), found, one, profile)
+    return {name: chosen[kind] for name, kind in kinds.items()}
+
+
+def _reason(chosen: Alternative, found: Sequence[Alternative], ranks: int) -> str:
+    if ranks == 1:
+        return "one rank"
+    others = [one for one in found if one is not chosen]
+    # Plain FSDP2 is what is asked about first.
+    other = min(others, key=lambda one: (one.strategy != FSDP2, one.seconds))
+    large = "" if other.fits else ", too large"
+    return f"{1e3 * chosen.seconds:.3g} ms, {other.strategy} {1e3 * other.seconds:.3g}{large}"
 
 
 def _log(sizes: LayerSizes, count: int, found: list[Alternative], chosen: Alternative, profile: Profile) -> None:
@@ -248,6 +291,7 @@ def _log(sizes: LayerSizes, count: int, found: list[Alternative], chosen: Altern
 def best(found: Sequence[Alternative], ranks: int) -> Alternative:
     """The fastest that fits into memory; of those as good as equal, the first in ``PREFERENCE``.
 
+    ``FSDP2`` comes before all where it is within ``WORTH`` of the fastest: there is nothing worth a risk to win.
     Where none fits, the fastest of those that need about the least. On one rank nothing can be balanced, and ``ep``
     does the least.
     """
@@ -256,6 +300,9 @@ def best(found: Sequence[Alternative], ranks: int) -> Alternative:
     smallest = min(one.peak_bytes for one in found)
     able = [one for one in found if one.fits] or [one for one in found if one.peak_bytes <= ABOUT * smallest]
     least = min(one.seconds for one in able)
+    left = [one for one in able if one.strategy == FSDP2 and one.seconds <= least * WORTH]
+    if left:
+        return left[0]
     close = [one for one in able if one.seconds <= least * ALIKE]
     return min(close, key=lambda one: PREFERENCE.index(one.strategy))
 
@@ -362,6 +409,7 @@ def ranks_that_hold(sizes: LayerSizes, profile: Profile, layers: int) -> int:
 
 
 def _alternative(
+    strategy: str,
     config: LaerConfig,
     found: list[Prediction],
     sizes: LayerSizes,
@@ -370,7 +418,7 @@ def _alternative(
     layers: int,
     alone: bool,
 ) -> Alternative:
-    host = profile.host(config.strategy)
+    host = profile.host(strategy) * (sizes.experts if strategy == FSDP2 and sizes.looped else 1)
     ahead = config.prefetch and not alone
     parts = [
         (one.compute_seconds, one.exchange_seconds, one.weights_exposed_seconds, one.weights_hidden_seconds)
@@ -388,7 +436,7 @@ def _alternative(
     peak = max(float(one.peak_bytes.max()) for one in found)
     home = home_bytes(sizes, layers) / ranks
     fits = profile.memory_bytes == 0 or home + peak <= ROOM * profile.memory_bytes
-    return Alternative(config.strategy, config, seconds, compute, tokens, weights, hidden, peak, fits)
+    return Alternative(strategy, config, seconds, compute, tokens, weights, hidden, peak, fits)
 
 
 def _spread(total: int, weights: np.ndarray) -> np.ndarray:

@@ -13,6 +13,8 @@ import yaml
 
 STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
 AUTO = "auto"
+# What `auto` knows beside them: the layer stays as it was, FSDP2 shards its experts and Transformers runs them.
+FSDP2 = "fsdp2"
 FORECASTS = ("auto", "last", "mean", "ema", "trend")
 DTYPES = ("float32", "bfloat16", "float16")
 RECOMPUTE = ("layer", "experts")
@@ -30,7 +32,8 @@ class LaerConfig:
             least loaded ranks (LLEP, arXiv 2601.17111); ``fsep`` shards every expert over all ranks and re-lays
             them out each step (LAER-MoE, arXiv 2602.11686); ``fsep+llep`` re-lays them out by forecast loads, splits
             the tokens exactly by the present ones, and spills what that leaves; ``fsdp`` unshards every expert on
-            every rank. ``auto`` takes for each layer the one that is predicted to be fastest (:mod:`hf_laer.choice`).
+            every rank. ``auto``, the default, takes for each layer the one that is predicted to be fastest
+            (:mod:`hf_laer.choice`); where plain FSDP2 is, and shards the model, the layer is left as it was.
         profile: File of ``hf-laer tune`` that says what this machine can do; ``None`` means the figures shipped for
             its GPU. ``auto`` chooses by it, and spilling is weighed by it.
         tokens_per_rank: Tokens per rank and micro-batch that ``auto`` chooses for; ``None`` means what the trainer's
@@ -69,7 +72,7 @@ class LaerConfig:
         ValueError: A setting is impossible; the message names it and the remedy.
     """
 
-    strategy: str = "llep"
+    strategy: str = "auto"
     profile: str | None = None
     tokens_per_rank: int | None = None
     capacity_factor: float = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_laer.choice import choose, settled
+from hf_laer.choice import Choice, choose, settled
 from hf_laer.comm.base import Communicator
-from hf_laer.comm.groups import Communicators, communicators, device_name
+from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.local import LocalCommunicator
 from hf_laer.comm.routes import depart, make_routes, most_rows
 from hf_laer.comm.watch import Watch, Where
@@ -34,7 +35,7 @@ from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
-from hf_laer.start import broadcast, compile_planners
+from hf_laer.start import broadcast, compile_planners, told_alike
 from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
 from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
@@ -52,7 +53,7 @@ class Detached:
 
 
 class Engine:
-    """Runs the MoE layers of one model.
+    """Runs the MoE layers of one model, but for those that ``auto`` leaves to FSDP2.
 
     Args:
         config: Strategy and settings; each layer has its own, whose strategy is never ``auto``.
@@ -61,6 +62,9 @@ class Engine:
             first rank's device.
 
     Attributes:
+        layers: Those that it runs.
+        choices: How each of the model's layers runs, and why; in the model's order.
+        recorded: Whether loads will be recorded, for which all layers must be the engine's; as with a ``watcher``.
         expected_tokens: Tokens per rank and micro-batch as the trainer's arguments say them, for ``auto``.
 
     Raises:
@@ -71,7 +75,9 @@ class Engine:
         self.config, self.ranks_per_node = config, ranks_per_node
         self.profile = read_profile(config.profile) if profile is None and config.profile else profile
         self.expected_tokens: int | None = None
+        self.recorded = False
         self.layers: dict[str, MoELayer] = {}
+        self.choices: dict[str, Choice] = {}
         self.recorder = Recorder()
         self.watcher: LoadsWatcher | None = None
         self.pool = SlotPool()
@@ -83,6 +89,7 @@ class Engine:
         self.mesh: DeviceMesh | None = None
         self.compute_dtype = _dtype(config.compute_dtype)
         self.reduce_dtype = _dtype(config.reduce_dtype)
+        self._settled = False
         self._groups = [range(1)]
         self._announced = 0
         self._tuners: dict[str, LayerTuner] = {}
@@ -96,12 +103,72 @@ class Engine:
         """Takes on one experts module, as yet unsharded."""
         layer = self.layers[name] = MoELayer(name, module, spec, self, settled(self.config))
         layer.homes = {key: plain_home(module.get_parameter(key)) for key in spec.names}
+        reason = "one rank" if self.config.strategy == AUTO else "given"
+        self.choices[name] = Choice(layer.config.strategy, layer.config, reason)
         return layer
 
     @property
     def is_sharded(self) -> bool:
         """Whether the parameters are DTensors on a mesh."""
         return self.mesh is not None
+
+    def settle(
+        self,
+        mesh: DeviceMesh,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        leave: Collection[str] = (),
+        looped: Collection[str] = (),
+    ) -> list[MoELayer]:
+        """Settles how each layer runs, before anything is sharded. Collective over the world.
+
+        Args:
+            mesh: See :meth:`attach`.
+            compute_dtype: See :meth:`attach`.
+            reduce_dtype: See :meth:`attach`.
+            leave: Layers that may be left to FSDP2, which is about to shard the model.
+            looped: Those whose own implementation runs expert by expert.
+
+        Returns:
+            The layers that are left to FSDP2 and no longer the engine's.
+
+        Raises:
+            ValueError: Ranks were told different things.
+        """
+        told = {
+            "config": self.config.to_dict(),
+            "ranks_per_node": self.ranks_per_node,
+            "profile": self.profile and self.profile.digest(),
+            "number of tokens": self.expected_tokens,
+        }
+        everyone = told_alike(told)
+        if self.profile is None:
+            memory = min(other["memory"] for other in everyone)
+            self.profile = replace(shipped_profile(str(everyone[0]["device"])), memory_bytes=memory)
+        if self.config.strategy == AUTO:
+            dtypes = self.compute_dtype or compute_dtype, self.reduce_dtype or reduce_dtype
+            sizes = {name: layer.sizes(*dtypes, name in looped) for name, layer in self.layers.items()}
+            world = mesh.size(mesh.ndim - 1), self.ranks_per_node
+            about = self.expected_tokens, dist.get_rank() == 0, leave
+            self.choices = choose(self.config, sizes, self.profile, *world, *about)
+        left = [layer for name, layer in self.layers.items() if self.choices[name].config is None]
+        for layer in left:
+            del self.layers[layer.name]
+            # They would keep the whole parameters in memory.
+            layer.homes.clear()
+        for name, layer in self.layers.items():
+            layer.config = self.choices[name].config or layer.config
+        self._settled = True
+        return left
+
+    def take_back(self, layers: Iterable[MoELayer]) -> None:
+        """Undoes :meth:`settle` where sharding failed: the layers that were left are the engine's again."""
+        for layer in layers:
+            layer.homes = {key: plain_home(layer.module.get_parameter(key)) for key in layer.spec.names}
+            self.layers[layer.name] = layer
+        self.layers = {name: self.layers[name] for name in self.choices}
+        self._settled = False
 
     def detach(self) -> Detached:
         """Takes the expert parameters out of their modules, so that FSDP does not shard them."""
@@ -146,13 +213,14 @@ class Engine:
             ValueError: The mesh and ``group_size`` or ``slots_per_rank`` do not go together.
         """
         try:
-            everyone = self._checked_alike()
-            self.profile = self.profile or shipped_profile(str(everyone[0]["device"]))
-            compile_planners(mesh, self.ranks_per_node)
-            self._choose(mesh.size(mesh.ndim - 1), self.compute_dtype or compute_dtype)
+            if not self._settled:
+                self.settle(mesh, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
             groups = self._checked_groups(mesh)
             told = self.config.check_collectives, self.ranks_per_node
-            self.comms = communicators(mesh, len(groups[0]), self.watch, *told)
+            if self.layers:
+                compile_planners(mesh, self.ranks_per_node)
+            if self.layers or self.config.check_collectives:
+                self.comms = communicators(mesh, len(groups[0]), self.watch, *told)
         except ValueError:
             self.restore(detached)
             raise
@@ -170,37 +238,6 @@ class Engine:
                 self._shard(layer, key, parameter, dtype, src_rank, offload)
         self._tuners.clear()
         self._held.clear()
-
-    def _checked_alike(self) -> list[dict[str, Any]]:
-        """What every rank was told, once it is known to be the same; and its device. Collective over the world."""
-        told: dict[str, Any] = {
-            "config": self.config.to_dict(),
-            "ranks_per_node": self.ranks_per_node,
-            "profile": self.profile and self.profile.digest(),
-            "number of tokens": self.expected_tokens,
-        }
-        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, {**told, "device": device_name()})
-        for rank, other in enumerate(everyone):
-            differing = sorted(key for key in told if other[key] != everyone[0][key])
-            if differing:
-                raise ValueError(
-                    f"rank {rank} has another {' and '.join(differing)} than rank 0, and would plan otherwise: give "
-                    "all ranks one LaerConfig and one profile, with ranks_per_node set where nodes have different "
-                    "numbers of ranks"
-                )
-        return everyone
-
-    def _choose(self, ranks: int, dtype: torch.dtype | None) -> None:
-        """Settles each layer's strategy, the same on all ranks."""
-        if self.config.strategy != AUTO:
-            return
-        assert self.profile is not None
-        sizes = {name: layer.sizes(dtype) for name, layer in self.layers.items()}
-        world = ranks, self.ranks_per_node
-        chosen = choose(self.config, sizes, self.profile, *world, self.expected_tokens, log=dist.get_rank() == 0)
-        for name, config in chosen.items():
-            self.layers[name].config = config
 
     def _checked_groups(self, mesh: DeviceMesh) -> list[range]:
         """The token groups of the layers that exchange tokens, once the sizes are known to go together."""
@@ -412,7 +449,7 @@ class Engine:
         if self.profile is None or self.config.imbalance_threshold is not None:
             return None
         if (layer.name, top_k) not in self._costs:
-            sizes = replace(layer.sizes(self.compute_dtype), top_k=top_k)
+            sizes = replace(layer.sizes(self.compute_dtype, self.reduce_dtype), top_k=top_k)
             machine = self.profile.of_ranks(len(self._groups[0]), self.ranks_per_node)
             self._costs[layer.name, top_k] = sizes.cost(machine, 0, self.config.max_rows_per_rank)
         return self._costs[layer.name, top_k]

@@ -169,15 +169,19 @@ class MoELayer:
         """Tokens that the router sent elsewhere in a recompute than in its forward; they follow the forward's plan."""
         return 0 if self._rerouted is None else int(self._rerouted)
 
-    def sizes(self, dtype: torch.dtype | None) -> LayerSizes:
-        """What predictions need of it; ``dtype`` of compute, or the parameters'."""
+    def sizes(
+        self, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None = None, looped: bool = False
+    ) -> LayerSizes:
+        """What predictions need of it; ``dtype`` of compute and of gradients on their way, or the parameters'."""
         up, down = (self.homes[name] for name in (self.spec.up, self.spec.down))
         width = up.layout.shape[2 if self.spec.is_transposed else 1]
         intermediate = down.layout.shape[1 if self.spec.is_transposed else 2]
         top_k = min(self.spec.top_k or USUAL_TOP_K, self.spec.num_experts)
         value_bytes = (dtype or down.parameter.dtype).itemsize
         gated = width == 2 * intermediate
-        return LayerSizes(self.spec.num_experts, self.spec.hidden_size, intermediate, top_k, gated, value_bytes)
+        reduce_bytes = (reduce_dtype or down.parameter.dtype).itemsize
+        kind = gated, value_bytes, reduce_bytes, looped
+        return LayerSizes(self.spec.num_experts, self.spec.hidden_size, intermediate, top_k, *kind)
 
     def versions(self) -> list[int]:
         """Grows with every change in place of a parameter, as autograd counts it."""

@@ -1,16 +1,39 @@
-"""What happens once, before experts are sharded: planners are compiled, values come from the one rank that has them."""
+"""What happens once, before experts are sharded: ranks compare what they were told, planners are compiled, values come
+from the one rank that has them.
+"""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_laer.comm.groups import device_memory, device_name
 from hf_laer.plan import compile_kernels
 
 logger = logging.getLogger(__name__)
+
+
+def told_alike(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank was told, once it is known to be the same; and its ``device`` and ``memory``. Collective.
+
+    Raises:
+        ValueError: A rank was told something else.
+    """
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, {**told, "device": device_name(), "memory": device_memory()})
+    for rank, other in enumerate(everyone):
+        differing = sorted(key for key in told if other[key] != everyone[0][key])
+        if differing:
+            raise ValueError(
+                f"rank {rank} has another {' and '.join(differing)} than rank 0, and would plan otherwise: give "
+                "all ranks one LaerConfig and one profile, with ranks_per_node set where nodes have different "
+                "numbers of ranks"
+            )
+    return everyone
 
 
 def compile_planners(mesh: DeviceMesh, ranks_per_node: int) -> None:

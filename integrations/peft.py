@@ -109,7 +109,7 @@ def _handed_over(wrapper: Any, found: Mark, adapters: list[str]) -> Iterator[Non
 def _merge(original: upstream.Function, wrapper: Any, *args: Any, **kwargs: Any) -> None:
     """``ParamWrapper.merge``."""
     found = mark_of(wrapper.get_base_layer())
-    if found is not None and found.layer is not None and found.layer.engine.is_sharded:
+    if found is not None and found.engine is not None and found.engine.is_sharded:
         raise RuntimeError(
             "adapters cannot be merged into experts that are sharded over ranks: save the adapter "
             "(model.save_pretrained), load it onto the base model in one process with PeftModel.from_pretrained, and "

@@ -23,6 +23,7 @@ from hf_laer.integrations.transformers.validate import check_arguments, check_lo
 from hf_laer.plan.types import imbalance
 
 if TYPE_CHECKING:
+    from hf_laer.choice import Choice
     from hf_laer.engine import Engine
     from hf_laer.telemetry.record import LayerRecord
 
@@ -48,13 +49,15 @@ class LaerCallback(TrainerCallback, ExportableState):
         keep: Records kept in :attr:`records`; the oldest fall out.
         trace: Where the first rank writes a trace of the routing (``.npz``, for ``hf-laer simulate``), with every
             checkpoint and when training ends; ``None``: nowhere. See :func:`record_trace`.
+            With it ``auto`` leaves no layer to FSDP2.
 
     The logs get, over the MoE layers and micro-batches since the last log: ``laer/imbalance_before`` and
     ``laer/imbalance_after`` (mean of max/mean tokens over ranks), ``laer/imbalance_before_max`` and
     ``laer/imbalance_after_max`` (the worst), ``laer/spilled`` (tokens) and ``laer/moved`` (replicas), both
     summed, ``laer/plan_ms`` (mean host time of one plan), ``laer/expert_imbalance`` (mean of max/mean tokens over
     experts) and ``laer/experts_active`` (mean share of experts that got a token). However many layers and experts
-    there are, these are all; :attr:`records` and the trace have the rest.
+    there are, these are all; :attr:`records` and the trace have the rest. Layers that ``auto`` leaves to FSDP2 have
+    neither; :attr:`choices` names them.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class LaerCallback(TrainerCallback, ExportableState):
         self._engine = get_engine(model)
         if self._engine is not None:
             self._engine.expected_tokens = expected_tokens(args)
+            self._engine.recorded = self.trace is not None
         if state.is_world_process_zero and self._engine is not None:
             logger.info(
                 "hf_laer: patched the %d MoE layers of %s with %s",
@@ -124,6 +128,11 @@ class LaerCallback(TrainerCallback, ExportableState):
         take_up(self._engine, lambda: _saved(state.stateful_callbacks, name).get("memory", {}), what)
         if self.trace is not None:
             self._recording = record_trace(model, self.trace)
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """How each MoE layer runs, and why, in the model's order; settled once the trainer has sharded the model."""
+        return dict(self._engine.choices) if self._engine is not None else {}
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any

@@ -5,20 +5,32 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from hf_laer.choice import Choice
 from hf_laer.telemetry.plot import save_picture
 from hf_laer.telemetry.record import LayerRecord
 from hf_laer.telemetry.summary import LayerSummary, summarize
 from hf_laer.telemetry.table import layer_table
 
 logger = logging.getLogger(__name__)
+LEFT = (
+    "auto left every MoE layer to FSDP2, which is predicted to be as fast here as anything that hf_laer could do: it "
+    "took no part in this run, and saw no loads. Name a --strategy to see them."
+)
 
 
-def report(records: Sequence[LayerRecord], folder: str | Path, console: Console, *, strategy: str) -> None:
+def report(
+    records: Sequence[LayerRecord],
+    folder: str | Path,
+    console: Console,
+    *,
+    strategy: str,
+    choices: Mapping[str, Choice] | None = None,
+) -> None:
     """Writes ``expert_load.json`` and ``expert_load.png`` into ``folder``, and a table to ``console``.
 
     Args:
@@ -26,12 +38,16 @@ def report(records: Sequence[LayerRecord], folder: str | Path, console: Console,
         folder: Made if missing.
         console: Where the table goes.
         strategy: Named in the title.
+        choices: How each layer runs, and why, as the callback says it.
     """
     summaries = summarize(records)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "expert_load.json", summaries)
-    console.print(layer_table(summaries, title=f"Expert load, {strategy}"))
+    why = {name: (choice.strategy, choice.reason) for name, choice in (choices or {}).items()}
+    console.print(layer_table(summaries, title=f"Expert load, {strategy}", choices=why))
+    if choices and all(choice.config is None for choice in choices.values()):
+        console.print(LEFT, highlight=False, soft_wrap=True)
     if not summaries:
         return
     console.print(verdict(summaries), highlight=False, soft_wrap=True)

@@ -65,7 +65,7 @@ def run(settings: Settings, state: PartialState, console: Console) -> None:
     trainer.train(resume_from_checkpoint=settings.training.resume_from_checkpoint)
     records = list(callback.records) if callback else []
     if callback and state.is_main_process:
-        report(records, output, console, strategy=settings.laer.strategy)
+        report(records, output, console, strategy=settings.laer.strategy, choices=callback.choices)
     final = save(trainer, output / "final", state)
     console.print(f"checkpoint: {final}", highlight=False)
     if callback and settings.recipe.require_moves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -117,9 +118,78 @@ def test_what_does_not_fit_is_not_chosen() -> None:
 def test_layers_of_different_sizes_are_chosen_for_apart() -> None:
     config = LaerConfig(strategy="auto", tokens_per_rank=65536, history=3)
     chosen = choose(config, {"a": SMALL, "b": G128, "c": SMALL}, H200, 2, 2)
-    assert chosen["a"] == chosen["c"] == dataclasses.replace(config, strategy="fsdp")
+    assert chosen["a"] == chosen["c"]
+    assert chosen["a"].config == dataclasses.replace(config, strategy="fsdp")
     assert chosen["b"].strategy == "llep"
-    assert choose(config, {"a": SMALL}, H200, 1, 1)["a"].strategy == settled(config).strategy == "ep"
+    alone = choose(config, {"a": SMALL}, H200, 1, 1, leave={"a"})["a"]
+    assert alone.strategy == settled(config).strategy == "ep"
+    assert alone.reason == "one rank"
+
+
+# Of docs/benchmarks.md, on two H200: tokens per GPU, and who was faster in whole training steps.
+SMALL_QWEN3 = LayerSizes(experts=64, hidden=1024, intermediate=512, top_k=8)
+M8 = LayerSizes(experts=8, hidden=4096, intermediate=14336, top_k=2)
+MEASURED = {"0.93 B": (SMALL_QWEN3, 4096, "fsdp2"), "Qwen3": (Q128, 8192, "llep"), "Mixtral": (M8, 8192, "llep")}
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_measured_models_are_left_to_fsdp2_or_not(model: str) -> None:
+    layer, tokens, faster = MEASURED[model]
+    config = LaerConfig(tokens_per_rank=tokens)
+    chosen = choose(config, {"a": layer, "b": layer}, H200, 2, 2, leave={"a"})
+    assert chosen["a"].strategy == faster
+    assert (chosen["a"].config is None) == (faster == "fsdp2")
+    assert chosen["b"].strategy == "llep", "not to be left"
+    assert "fsdp2" not in chosen["b"].reason
+    other = "fsdp2" if faster == "llep" else "ep"
+    assert re.fullmatch(rf"[\d.]+ ms, {other} [\d.]+", chosen["a"].reason)
+
+
+# Milliseconds of `fsdp_gather` there, balanced: a layer alone, its experts gathered once, where FSDP2 gathers twice.
+GATHERED = {"G128, 32768": (G128, 32768, 73.5), "G128": (G128, 8192, 41.3), "Q128": (Q128, 32768, 30.3)}
+GATHERED["M8"] = (M8, 8192, 44.3)
+
+
+@pytest.mark.parametrize("row", GATHERED)
+def test_a_layer_of_fsdp2_takes_what_was_measured(row: str) -> None:
+    layer, tokens, measured = GATHERED[row]
+    even = usual_loads(layer, 2, tokens)[:1]
+    (one,) = alternatives(layer, H200, 2, 2, AUTO, tokens=tokens, loads=even, strategies=["fsdp2"], alone=True)
+    assert one.hidden == one.tokens == 0
+    assert 1e3 * (one.compute + one.weights * 2 / 3) == pytest.approx(measured, rel=0.04)
+    (train,) = alternatives(layer, H200, 2, 2, AUTO, tokens=tokens, loads=even, strategies=["fsdp2"])
+    assert train.seconds < one.seconds
+    assert train.hidden > 0
+    # All experts of two layers, and all gradients of one.
+    assert train.peak_bytes > 3 * layer.experts * 3 * layer.hidden * layer.intermediate * 2
+
+
+def test_what_fsdp2_reduces_in_float32_takes_longer() -> None:
+    wide = dataclasses.replace(G128, reduce_bytes=4)
+    for strategy in ("fsdp", "fsep", "fsdp2"):
+        one, other = (
+            alternatives(layer, H200, 2, 2, AUTO, strategies=[strategy], alone=True)[0] for layer in (G128, wide)
+        )
+        assert other.weights == pytest.approx(one.weights * 4 / 3, rel=1e-2)
+        assert other.compute == one.compute
+
+
+def test_experts_that_run_one_by_one_cost_the_host_each() -> None:
+    looped = dataclasses.replace(SMALL_QWEN3, looped=True)
+    (one,) = alternatives(looped, H200, 2, 2, AUTO, tokens=4096, strategies=["fsdp2"])
+    assert one.seconds == 64 * H200.host("fsdp2")
+    assert choose(AUTO, {"a": looped}, H200, 2, 2, expected_tokens=4096, leave={"a"})["a"].strategy == "llep"
+
+
+def test_a_layer_is_taken_from_fsdp2_only_where_that_is_worth_it() -> None:
+    def made(strategy: str, seconds: float, fits: bool = True) -> Alternative:
+        return Alternative(strategy, AUTO, seconds, 0, 0, 0, 0, 1e9 * seconds, fits)
+
+    ours = [made("llep", 1.0), made("fsep", 1.01)]
+    assert best([*ours, made("fsdp2", 1.029)], 2).strategy == "fsdp2"
+    assert best([*ours, made("fsdp2", 1.031)], 2).strategy == "llep"
+    assert best([*ours, made("fsdp2", 0.5, fits=False)], 2).strategy == "llep"
+    assert best([made("ep", 1.0), made("fsdp2", 0.5)], 1).strategy == "ep"
 
 
 def test_groups_stay_apart() -> None:

@@ -112,6 +112,16 @@ def test_missing_fields(tmp_path: Path, field: str) -> None:
             read_profile(path)
 
 
+def test_a_profile_from_before_fsdp2_was_measured(tmp_path: Path) -> None:
+    values = measured().to_dict()
+    del values["host_seconds"]["fsdp2"]
+    values["host_seconds"]["llep"] = 3e-3
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values))
+    assert read_profile(path).host("fsdp2") == pytest.approx(0.25 * 3e-3)
+    assert measured().host("fsdp2") == 1.5e-3
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_laer.bench.layer import Bench, LayerShape, measure, timed
-from hf_laer.bench.rivals import BenchWeights, Products
+from hf_laer.bench.rivals import BenchWeights, Products, Whole
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import communicators
 from hf_laer.comm.watch import Watch
-from hf_laer.config import STRATEGIES
+from hf_laer.config import FSDP2, STRATEGIES
 from hf_laer.profile import Curve, Profile, fit_line, shipped_profile
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -85,7 +85,7 @@ def measure_host(
         "gemm_efficiency": tuple(rate / max(rates) for rate in rates),
         "copy_bandwidth": curves["copy"][-1][0] / curves["copy"][-1][1],
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,
-        "host_seconds": {name: _host_seconds(name, device, sizes.dtype) for name in STRATEGIES},
+        "host_seconds": {name: _host_seconds(name, device, sizes.dtype) for name in (*STRATEGIES, FSDP2)},
         "spill_seconds": _spill_seconds(device, sizes.dtype),
         **_links(groups.tokens, groups.weights, device, effort, curves),
     }
@@ -196,8 +196,11 @@ def _row_flops(sizes: BenchWeights) -> int:
 
 
 def _host_seconds(strategy: str, device: torch.device, dtype: torch.dtype) -> float:
-    """A layer so small that the host and the exchanges' latencies are all there is."""
-    return measure(_smallest(), strategy, "balanced", device, dtype, REPEATS).step_ms / 1e3
+    """A layer so small that the host and the exchanges' latencies are all there is.
+
+    Of one that is left to FSDP2, without FSDP2's part: that is done for the rest of the decoder layer anyway.
+    """
+    return measure(_smallest(), strategy, "balanced", device, dtype, REPEATS, {FSDP2: Whole}).step_ms / 1e3
 
 
 def _spill_seconds(device: torch.device, dtype: torch.dtype) -> float:

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from hf_laer.compute.grouped_gemm import Groups, alone_from, rows_outer, rows_times
+from hf_laer.config import FSDP2
 
 
 @dataclass
@@ -53,14 +57,48 @@ class Gathered:
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         up, down = (_AllGather.apply(weight) for weight in self.parameters)
-        order = index.reshape(-1).argsort(stable=True)
-        counts = torch.bincount(index.reshape(-1), minlength=self.sizes.experts)
-        ends = counts.cumsum(0).to(torch.int32)
-        rows = hidden[order // index.shape[1]]
-        act = _silu_gate(_grouped(rows, up, ends))
-        out = _grouped(act, down, ends) * gates.reshape(-1)[order].unsqueeze(1)
-        back = torch.empty_like(out).index_copy(0, order, out)
-        return back.view(*index.shape, -1).sum(1)
+        return _experts(hidden, index, gates, up, down)
+
+
+@dataclass
+class Whole:
+    """All experts on every rank, nothing on its way: what FSDP2's layer does beside FSDP2's part."""
+
+    sizes: BenchWeights
+    parameters: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = self.sizes.make(self.sizes.experts)
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return _experts(hidden, index, gates, *self.parameters)
+
+
+class _Layer(nn.Module):
+    """Own tokens, all experts."""
+
+    def __init__(self, sizes: BenchWeights) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(weight.detach()) for weight in sizes.make(sizes.experts))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return _experts(hidden, index, gates, self.up, self.down)
+
+
+@dataclass
+class Sharded:
+    """FSDP2 itself over this one layer: nothing before or after it for its prefetch."""
+
+    sizes: BenchWeights
+    parameters: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        mesh = init_device_mesh(self.sizes.device.type, (dist.get_world_size(),))
+        self._layer = fully_shard(_Layer(self.sizes), mesh=mesh, reshard_after_forward=True)
+        self.parameters = list(self._layer.parameters())
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return self._layer(hidden, index, gates)
 
 
 @dataclass
@@ -89,7 +127,7 @@ class Products:
 
 
 Rivals = Mapping[str, Callable[[BenchWeights], Any]]
-RIVALS: Rivals = {"fsdp_gather": Gathered, "gemm": Products}
+RIVALS: Rivals = {"fsdp_gather": Gathered, FSDP2: Sharded, "gemm": Products}
 
 
 class _AllGather(torch.autograd.Function):
@@ -134,6 +172,18 @@ class _Products(torch.autograd.Function):
         rows_outer(first, rows, groups, (len(up),))
         rows_outer(rows, act, groups, (len(up),))
         return grad, None, None, None, None, None, None
+
+
+def _experts(
+    hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """``[T, H]``: sorted, multiplied by groups, weighted and put back, as Transformers' ``grouped_mm`` does."""
+    order = index.reshape(-1).argsort(stable=True)
+    ends = torch.bincount(index.reshape(-1), minlength=len(up)).cumsum(0).to(torch.int32)
+    act = _silu_gate(_grouped(hidden[order // index.shape[1]], up, ends))
+    out = _grouped(act, down, ends) * gates.reshape(-1)[order].unsqueeze(1)
+    back = torch.empty_like(out).index_copy(0, order, out)
+    return back.view(*index.shape, -1).sum(1)
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

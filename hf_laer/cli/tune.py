@@ -32,7 +32,7 @@ from hf_laer.choice import (
 )
 from hf_laer.cli.ranks import joined, write_figures
 from hf_laer.comm.groups import ranks_of_node
-from hf_laer.config import STRATEGIES, LaerConfig
+from hf_laer.config import FSDP2, STRATEGIES, LaerConfig
 from hf_laer.profile import Profile, read_profile
 
 HELP = "measure this host on all ranks of torchrun, write its profile, and recommend settings for a model"
@@ -40,6 +40,7 @@ GIB = 2.0**30
 # Of the time that there is, so much may have passed before another layer is timed.
 ENOUGH = 0.75
 ITERATIONS = 4
+KNOWN = (*STRATEGIES, FSDP2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, help="recommend by this profile; nothing is measured")
     parser.add_argument("--routing", default="balanced,80", help="to time: balanced, zipf, R:h, R; comma separated")
     parser.add_argument(
-        "--check", default="ep,llep,fsep,fsdp", help="strategies to time against their prediction, or none"
+        "--check", default="ep,llep,fsep,fsdp,fsdp2", help="strategies to time against their prediction, or none"
     )
     parser.add_argument("--seconds", type=float, default=55.0, help="about the time for all of it (default 55)")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
@@ -103,9 +104,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    unknown = [name for name in _names(args.check) if name not in STRATEGIES]
+    unknown = [name for name in _names(args.check) if name not in KNOWN]
     if unknown:
-        raise ValueError(f"--check {', '.join(unknown)} unknown; known: {', '.join(STRATEGIES)}, none")
+        raise ValueError(f"--check {', '.join(unknown)} unknown; known: {', '.join(KNOWN)}, none")
 
 
 def _names(text: str) -> list[str]:
@@ -213,12 +214,14 @@ def _recommend(
     ranks = nodes * width
     loads = usual_loads(sizes, ranks, args.tokens)
 
-    def predicted(one: LaerConfig) -> Alternative:
-        return alternatives(sizes, profile, ranks, width, one, loads=loads, layers=layers, strategies=[one.strategy])[0]
+    def predicted(one: LaerConfig, strategy: str | None = None) -> Alternative:
+        names = [strategy or one.strategy]
+        return alternatives(sizes, profile, ranks, width, one, loads=loads, layers=layers, strategies=names)[0]
 
     share = -(-sizes.experts // ranks)
     slots = sorted({min(sizes.experts, room) for room in (share, share + 1, -(-3 * share // 2), 2 * share)})
     found = [predicted(tuned(dataclasses.replace(config, strategy=name), predicted, slots)) for name in STRATEGIES]
+    found.append(predicted(config, FSDP2))
     chosen = best(found, ranks)
     console.print(_alternatives_table(found, chosen, sizes, layers, nodes, width, args.tokens))
     if not chosen.fits:
@@ -233,6 +236,12 @@ def _recommend(
 def _settings(args: argparse.Namespace, chosen: Alternative, limit: float | None) -> list[str]:
     """What to put into a LaerConfig file."""
     config = chosen.config
+    if chosen.strategy == FSDP2:
+        return [
+            "recommended: leave the experts to FSDP2; hf_laer is predicted to win less than 3% here, or nothing",
+            "  strategy: auto  # does so under Accelerate's FSDP2",
+            f"  profile: {args.profile or args.out}",
+        ]
     lines = ["recommended:", f"  strategy: {config.strategy}"]
     if config.strategy in ("llep", "fsep+llep"):
         lines += [

@@ -103,6 +103,13 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
+def device_memory() -> int:
+    """Bytes of this rank's GPU; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
 def group_timeout(device_type: str) -> timedelta:
     """The time limit that the user gave the default process group; a new group would have its back end's default."""
     world = dist.group.WORLD

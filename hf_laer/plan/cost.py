@@ -36,6 +36,7 @@ class CostModel:
             alone.
         other_seconds: Forward time of the rest of a transformer layer, under which weights can travel too.
         max_rows_per_rank: The engine computes at most so many rows at a time, which bounds memory.
+        reduce_bytes: Bytes of a weight gradient's value on its way; ``None`` means ``value_bytes``.
 
     Raises:
         ValueError: A size is below 1, or an unknown ``recompute``.
@@ -51,6 +52,7 @@ class CostModel:
     recompute: str = "none"
     other_seconds: float = 0.0
     max_rows_per_rank: int | None = None
+    reduce_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "top_k", "value_bytes"):
@@ -89,9 +91,9 @@ class CostModel:
         return (3 + (self.recompute != "none")) if self.training else 1
 
     @property
-    def weight_trips(self) -> int:
-        """Weight transfers per micro-batch: to the slots, again for backward, gradients home."""
-        return 3 if self.training else 1
+    def weight_trips(self) -> float:
+        """Weight transfers per micro-batch: to the slots, again for backward, gradients home in their own dtype."""
+        return 2 + (self.reduce_bytes or self.value_bytes) / self.value_bytes if self.training else 1
 
     @cached_property
     def figures(self) -> np.ndarray:

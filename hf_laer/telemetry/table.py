@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -10,23 +10,39 @@ from hf_laer.telemetry.summary import LayerSummary
 
 CAPTION = (
     "max/mean over ranks, mean (worst) over micro-batches; owners: every expert with its static owner; "
-    "best static: the best static layout for these very loads, known only afterwards"
+    "best static: the best static layout for these very loads, known only afterwards; "
+    "why: given, or milliseconds predicted of the strategy and of the one that it was weighed against"
 )
 
 
-def layer_table(summaries: Sequence[LayerSummary], *, title: str = "Expert load") -> Table:
+def layer_table(
+    summaries: Sequence[LayerSummary],
+    *,
+    title: str = "Expert load",
+    choices: Mapping[str, tuple[str, str]] | None = None,
+) -> Table:
     """One row per layer and one for the mean of all.
 
     Args:
         summaries: As :func:`hf_laer.telemetry.summary.summarize` gives them.
         title: Above the table.
+        choices: By layer, how it runs, and why; layers that are left to FSDP2 have a row each, without numbers.
     """
+    choices = choices or {}
     table = Table(title=title, caption=CAPTION)
     table.add_column("layer", no_wrap=True)
     table.add_column("strategy", no_wrap=True)
     for name in ("experts", "owners", "best static", "planned", "spilled", "moved", "plan ms"):
         table.add_column(name, justify="right")
-    for summary in summaries:
+    if choices:
+        table.add_column("why", no_wrap=True)
+    seen = {summary.layer: summary for summary in summaries}
+    for layer in dict.fromkeys((*choices, *seen)):
+        if layer not in seen:
+            strategy, reason = choices[layer]
+            table.add_row(short_name(layer), strategy, *[""] * 7, reason)
+            continue
+        summary, why = seen[layer], choices[layer][1:] if layer in choices else ()
         table.add_row(
             short_name(summary.layer),
             summary.strategy,
@@ -37,6 +53,7 @@ def layer_table(summaries: Sequence[LayerSummary], *, title: str = "Expert load"
             f"{summary.spilled:.1%}",
             f"{summary.moved}",
             f"{summary.plan_ms:.2f}",
+            *why,
         )
     if summaries:
         table.add_section()

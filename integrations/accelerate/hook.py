@@ -5,11 +5,14 @@ FSDP2 must not manage expert parameters (it would unshard every expert on every 
 the model, and come back as DTensors on FSDP2's own mesh, under their own names: Accelerate maps an
 optimizer's parameters by name after that, and clipping, state dicts and fused optimizers see DTensors like
 any other.
+
+Layers that ``auto`` leaves to FSDP2 are settled first: nothing of theirs is touched then.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,18 +25,27 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from hf_laer.integrations import upstream
 from hf_laer.integrations.accelerate.resume import register_state_hooks
 from hf_laer.integrations.peft import adopt_adapters, settle_adapters
 from hf_laer.integrations.transformers import get_engine
-from hf_laer.integrations.transformers.checkpointing import compile_inside_checkpoints, tape_checkpoint_wrappers
+from hf_laer.integrations.transformers.checkpointing import (
+    compile_inside_checkpoints,
+    tape_checkpoint_wrappers,
+    tape_model,
+    untape_model,
+)
+from hf_laer.integrations.transformers.experts import is_looped, mark, release
+from hf_laer.integrations.transformers.families import adapted_experts
 from hf_laer.integrations.transformers.validate import check_loader, check_model, check_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from hf_laer.engine import Engine
+    from hf_laer.layer import MoELayer
 
 logger = logging.getLogger(__name__)
 
@@ -64,25 +76,76 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
     engine = get_engine(model)
     if engine is None or _is_prepared(model):
         return original(accelerator, model)
-    tape_checkpoint_wrappers(model)
     adopt_adapters(model)
     check_setup(accelerator, model)
-    compile_inside_checkpoints(model, **accelerator.state.dynamo_plugin.to_kwargs())
-    with _one_tail(model):
-        if engine.is_sharded:  # by patch_model(mesh=...): FSDP2 only has to leave the homes alone
-            with _aside(engine):
-                model = original(accelerator, model)
-        else:
-            arguments = attach_arguments(accelerator, model, engine)
-            model = _shard_around(engine, lambda: original(accelerator, model), **arguments)
+    if engine.is_sharded:  # by patch_model(mesh=...): FSDP2 only has to leave the homes alone
+        with _aside(engine):
+            model = _sharded(original, accelerator, model)
+    else:
+        arguments = attach_arguments(accelerator, model, engine)
+        dtypes = {name: arguments[name] for name in ("compute_dtype", "reduce_dtype")}
+        leave, looped = leavable(accelerator.state.fsdp_plugin, model, engine), looped_layers(engine)
+        left = engine.settle(arguments["mesh"], leave=leave, looped=looped, **dtypes)
+        with _left_alone(model, engine, left):
+            model = _shard_around(engine, lambda: _sharded(original, accelerator, model), **arguments)
     settle_adapters(model)
-    if engine.config.prefetch:
+    if engine.config.prefetch and engine.layers:
         prefetch_layers(model, engine)
     register_state_hooks(accelerator, engine)
     if engine.config.check_collectives:
         model.register_forward_pre_hook(engine.announce, prepend=True)
     _say(engine)
     return model
+
+
+def _sharded(original: upstream.Function, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Accelerate's own preparation, with what the engine's layers need of checkpointing and compilation."""
+    engine = get_engine(model)
+    if engine is not None and engine.layers:
+        tape_checkpoint_wrappers(model)
+        compile_inside_checkpoints(model, **accelerator.state.dynamo_plugin.to_kwargs())
+    with _one_tail(model):
+        return original(accelerator, model)
+
+
+def leavable(plugin: Any, model: nn.Module, engine: Engine) -> set[str]:
+    """The layers that ``auto`` may leave to FSDP2, which then does to them all that the config and the plugin ask for.
+
+    None where loads are recorded; where the config sets what only the engine does (``max_rows_per_rank``,
+    ``compute_dtype``, ``reduce_dtype``); or where FSDP2 would hold more than two layers' experts at a time: decoder
+    layers are no units, or stay unsharded after forward. And none with adapted experts: PEFT adds whole stacks there.
+    """
+    config = engine.config
+    if engine.recorded or engine.watcher is not None:
+        return set()
+    bound = (config.max_rows_per_rank, config.compute_dtype, config.reduce_dtype) != (None, None, None)
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    if bound or policy is not transformer_auto_wrap_policy or not plugin.reshard_after_forward:
+        return set()
+    adapted = {wrapper.get_base_layer() for wrapper in adapted_experts(model).values()}
+    return {name for name, layer in engine.layers.items() if layer.module not in adapted}
+
+
+def looped_layers(engine: Engine) -> set[str]:
+    """Those whose own implementation runs expert by expert."""
+    return {name for name, layer in engine.layers.items() if is_looped(layer.module)}
+
+
+@contextmanager
+def _left_alone(model: nn.Module, engine: Engine, left: list[MoELayer]) -> Iterator[None]:
+    """Gives modules that are left to FSDP2 back what they were; if sharding fails, they are the engine's again."""
+    for layer in left:
+        release(layer.module)
+    if not engine.layers:
+        untape_model(model)
+    try:
+        yield
+    except BaseException:
+        engine.take_back(left)
+        for layer in left:
+            mark(layer.module, layer)
+        tape_model(model)
+        raise
 
 
 def check_setup(accelerator: Accelerator, model: nn.Module) -> None:
@@ -243,5 +306,8 @@ def _is_sent_for(layer: FSDPModule) -> bool:
 
 def _say(engine: Engine) -> None:
     if dist.get_rank() == 0:
-        strategies = " and ".join(sorted({layer.config.strategy for layer in engine.layers.values()}))
-        logger.info("%d MoE layers run as %s on %s", len(engine.layers), strategies, engine.mesh)
+        kinds = Counter((choice.strategy, choice.reason) for choice in engine.choices.values())
+        for (strategy, reason), count in kinds.items():
+            logger.info("%d MoE layers run as %s on %s (%s)", count, strategy, engine.mesh, reason)
+        if not engine.layers:
+            logger.info("auto left every MoE layer to FSDP2: hf_laer takes no part in this run")

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from hf_laer.compute.low_rank import LowRank
+from hf_laer.engine import Engine
 from hf_laer.layer import MoELayer
 
 NAME = "hf_laer"
@@ -22,16 +23,18 @@ class Mark:
     """Ties a module to its layer. A copied or pickled module is an ordinary one again, with the same mark emptied.
 
     Args:
-        layer: The engine's side of the module.
+        layer: The engine's side of the module; ``None`` where the engine does not run it.
         config: The config that the module had before, which other models may share: it never names us.
 
     Attributes:
+        engine: The model's, also where it has left this module to FSDP2.
         adapters: By parameter, the low-rank additions of the forward that is running.
         settled: The adapters, by parameter and name, that were there when the model was sharded; ``None`` before.
     """
 
     def __init__(self, layer: MoELayer | None, config: Any) -> None:
         self.layer, self.config = layer, config
+        self.engine: Engine | None = None if layer is None else layer.engine
         self.adapters: dict[str, list[LowRank]] = {}
         self.settled: set[tuple[str, str]] | None = None
 
@@ -52,11 +55,23 @@ def mark(module: nn.Module, layer: MoELayer) -> None:
     module.config = ours
 
 
+def release(module: nn.Module) -> None:
+    """Lets a marked module run as it did before; its mark still says whose it was."""
+    found = module.__dict__[_MARK]
+    found.layer = None
+    module.config = found.config
+
+
 def unmark(module: nn.Module) -> None:
     """Makes it an ordinary module again."""
     found = module.__dict__.pop(_MARK, None)
     if found is not None:
         module.config = found.config
+
+
+def is_looped(module: nn.Module) -> bool:
+    """Whether a marked module's own implementation is not the grouped one, and runs expert by expert."""
+    return (module.__dict__[_MARK].config._experts_implementation or "eager") != "grouped_mm"
 
 
 def mark_of(module: nn.Module) -> Mark | None:

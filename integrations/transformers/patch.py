@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: DeviceMesh | None = None) -> nn.Module:
     """Makes the model's experts run in expert parallel, in place. Classes, names and shapes stay as they are.
 
-    Parameters are sharded when Accelerate prepares the model under FSDP2, or at once where ``mesh`` is given. With
-    neither, and no process group, the model runs on one device. An optimizer may be made before or after.
+    Parameters are sharded when Accelerate prepares the model under FSDP2, or at once where ``mesh`` is given. Under
+    FSDP2 ``auto`` may leave layers to it, as if they had not been patched; with ``mesh`` it does not. With neither, and
+    no process group, the model runs on one device. An optimizer may be made before or after.
 
     Args:
         model: A Transformers model with MoE layers on the experts interface; with PEFT's LoRA too, on experts or
@@ -80,25 +81,27 @@ def patch_model(model: nn.Module, config: LaerConfig | None = None, *, mesh: Dev
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Gives the plain model back, in place; a model that is not patched is left alone.
 
+    After ``accelerator.prepare`` that is possible only where ``auto`` has left every layer to FSDP2.
+
     Raises:
         RuntimeError: Its parameters are sharded; ``accelerator.get_state_dict`` gathers them.
     """
     engine = get_engine(model)
     if engine is None:
         return model
-    if engine.is_sharded:
+    if engine.is_sharded and engine.layers:
         raise RuntimeError(
             "the experts are sharded over ranks and cannot be put back: gather the weights with "
             "accelerator.get_state_dict(model) and load them into a fresh model"
         )
-    for layer in engine.layers.values():
-        unmark(layer.module)
+    for module in model.modules():
+        unmark(module)
     untape_model(model)
     return model
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether the model's experts run in an engine."""
+    """Whether the model has an engine: ``patch_model`` was called, though ``auto`` may leave its layers to FSDP2."""
     return get_engine(model) is not None
 
 
@@ -106,13 +109,16 @@ def get_engine(model: nn.Module) -> Engine | None:
     """The model's engine; wrappers (PEFT, compile, checkpoint) make no difference."""
     for module in model.modules():
         found = mark_of(module)
-        if found is not None and found.layer is not None:
-            return found.layer.engine
+        if found is not None and found.engine is not None:
+            return found.engine
     return None
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that the engine shards: what ``fully_shard(ignored_params=…)`` takes."""
+    """The parameters that the engine shards: what ``fully_shard(ignored_params=…)`` takes.
+
+    Those of layers that ``auto`` has left to FSDP2 are not among them.
+    """
     engine = get_engine(model)
     if engine is None:
         raise ValueError("the model is not patched: call patch_model first")

@@ -109,14 +109,21 @@ def record_trace(model: nn.Module, path: str | Path, *, max_bytes: int = 2**28) 
         The recording: ``with record_trace(model, "trace.npz"): train()``, or call ``stop()``.
 
     Raises:
-        ValueError: The model is not patched, or is recorded already, its layers differ in their number of experts, or
-            ``path`` does not end in ``.npz``.
+        ValueError: The model is not patched, or is recorded already, ``auto`` has left all its layers to FSDP2 by now,
+            they differ in their number of experts, or ``path`` does not end in ``.npz``.
     """
     engine = get_engine(model)
     if engine is None:
         raise ValueError("the model is not patched: call patch_model first")
     if engine.watcher is not None:
         raise ValueError("the model is being recorded already: stop() that recording first")
+    if not engine.layers:
+        raise ValueError(
+            "auto has left every MoE layer to FSDP2, and what hf_laer does not run it cannot record: begin before the "
+            "model is prepared, or name a strategy, such as LaerConfig(strategy='llep')"
+        )
+    if left := [name for name, choice in engine.choices.items() if choice.config is None]:
+        logger.warning("auto has left %s to FSDP2: the trace is without them", ", ".join(left))
     sizes = sorted({layer.spec.num_experts for layer in engine.layers.values()})
     if len(sizes) > 1:
         raise ValueError(f"layers of {' and '.join(map(str, sizes))} experts do not fit into one trace")

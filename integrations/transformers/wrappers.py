@@ -32,7 +32,7 @@ def _refuse(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if not kinds or child is None:
         return
     marks = (mark_of(module) for module in child.modules())
-    if any(found is not None and found.layer is not None for found in marks):
+    if any(found is not None and found.engine is not None for found in marks):
         raise ValueError(
             f"{kinds.pop()} cannot hold a model that hf_laer has patched: experts are sharded beside FSDP2 "
             "(fully_shard). Give Accelerator(fsdp_plugin=LaerFSDPPlugin()), or fsdp=True with "

@@ -12,9 +12,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from hf_laer import LaerConfig, patch_model
-from hf_laer.choice import choose
+from hf_laer.choice import Choice, choose
 from hf_laer.cli.main import main
-from hf_laer.config import STRATEGIES
+from hf_laer.config import FSDP2, STRATEGIES
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.profile import shipped_profile
 from tests.engine import cases
@@ -36,7 +36,9 @@ def auto(family: str, **config: Any) -> list[str]:
     model = cases.patched(tiny_model(family), strategy="auto", **config)
     engine = get_engine(model)
     assert engine is not None
-    return [layer.config.strategy for layer in engine.layers.values()]
+    found = [layer.config.strategy for layer in engine.layers.values()]
+    assert found == [choice.strategy for choice in engine.choices.values()]
+    return found
 
 
 def mixed(strategies: list[str], layers: int, checkpointing: bool = False, **config: Any) -> dict[str, Any]:
@@ -59,9 +61,12 @@ def mixed(strategies: list[str], layers: int, checkpointing: bool = False, **con
 
 @contextmanager
 def choosing(strategies: Sequence[str]) -> Iterator[None]:
-    """Inside, ``auto`` chooses one strategy by a profile under which no other pays, or several, layer by layer."""
+    """Inside, ``auto`` chooses one strategy by a profile under which no other pays, or several, layer by layer.
+
+    ``fsdp2`` is among them only where there is an FSDP2 to leave layers to.
+    """
     if len(strategies) == 1:
-        host = {one: float(one not in strategies) for one in STRATEGIES if one != "auto"}
+        host = {one: float(one not in strategies) for one in (*STRATEGIES, FSDP2)}
         profile = dataclasses.replace(shipped_profile("cpu"), host_seconds=host)
         with mock.patch("hf_laer.engine.shipped_profile", return_value=profile):
             yield
@@ -71,10 +76,11 @@ def choosing(strategies: Sequence[str]) -> Iterator[None]:
 
 
 def _in_turn(strategies: Sequence[str]) -> Any:
-    def chosen(config: LaerConfig, layers: Any, *arguments: Any, **keywords: Any) -> dict[str, LaerConfig]:
+    def chosen(config: LaerConfig, layers: Any, *arguments: Any, **keywords: Any) -> dict[str, Choice]:
         settled = choose(config, layers, *arguments, **keywords)
         turns = zip(settled, itertools.cycle(strategies), strict=False)
-        return {name: dataclasses.replace(config, strategy=strategy) for name, strategy in turns}
+        configs = {one: dataclasses.replace(config, strategy=one) for one in strategies if one != FSDP2}
+        return {name: Choice(strategy, configs.get(strategy), "in turn") for name, strategy in turns}
 
     return chosen
 

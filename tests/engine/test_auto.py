@@ -69,18 +69,18 @@ SMALL = ["--experts", "6", "--hidden", "16", "--intermediate", "24", "--top-k", 
 def test_tune(ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks measure, write one profile and recommend; one process recommends by it, for other clusters."""
     path, figures = tmp_path / "profile.json", tmp_path / "figures.json"
-    few = ["--routing", "balanced,80:2", "--check", "llep,fsdp", "--json", str(figures), "--seconds", "60"]
+    few = ["--routing", "balanced,80:2", "--check", "llep,fsdp2", "--json", str(figures), "--seconds", "60"]
     assert ranks(2).run(cases.tune, arguments=[*SMALL, *few, "--out", str(path)]) == [0, 0]
     profile = read_profile(path)
     assert profile.device == "cpu"
     assert {"all_to_all", "broadcast", "copy", "products"} <= set(profile.measured)
     assert set(profile.assumed) == {"inter_per_rank", "inter_latency"}
-    assert set(profile.host_seconds) == {"ep", "llep", "fsep", "fsep+llep", "fsdp"}
+    assert set(profile.host_seconds) == {"ep", "llep", "fsep", "fsep+llep", "fsdp", "fsdp2"}
     assert all(1e-5 < seconds < 30 for seconds in profile.host_seconds.values())
     assert max(profile.gemm_efficiency) == 1
     told = json.loads(figures.read_text())
     assert [(row["routing"], row["strategy"]) for row in told["checked"]] == [
-        (routing, strategy) for routing in ("balanced", "80:2") for strategy in ("llep", "fsdp")
+        (routing, strategy) for routing in ("balanced", "80:2") for strategy in ("llep", "fsdp2")
     ]
     assert all(row["measured_ms"] > 0 and row["predicted_ms"] > 0 for row in told["checked"])
     assert {row["strategy"] for row in told["predicted"]} == set(profile.host_seconds)

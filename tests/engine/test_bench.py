@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hf_laer.bench.layer import Bench, LayerShape
 from hf_laer.bench.routing import routing
@@ -47,7 +48,7 @@ def rival_equals_engine(name: str) -> None:
     homes = ours.engine.layers["experts.0"].homes
     for weight, name in zip(rival.weights, ("gate_up_proj", "down_proj"), strict=True):
         full = homes[name].parameter.detach().full_tensor()
-        weight.data = full.chunk(size)[rank].clone()
+        (weight.to_local() if isinstance(weight, DTensor) else weight).data.copy_(full.chunk(size)[rank])
     for scenario in ("zipf", "choices:80:1"):
         index = routing(scenario, shape.tokens, shape.experts, shape.top_k, rank, torch.device("cpu"))
         hidden, gates = torch.randn(shape.tokens, shape.hidden), torch.rand(index.shape)
@@ -82,7 +83,7 @@ def test_bench_kernels(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 and row["of_limit"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["fsdp_gather", "hf_a2a"])
+@pytest.mark.parametrize("name", ["fsdp_gather", "fsdp2", "hf_a2a"])
 def test_rival_equals_engine(ranks, name: str) -> None:
     ranks(2).run(rival_equals_engine, name=name)
 

@@ -64,7 +64,8 @@ def shared(strategy: str | None, kind: str = KINDS[1], **settings: Any) -> Share
     engine = get_engine(run.model)
     assert engine is not None
     alone = dist.get_world_size() == 1 and len(wanted) == 1
-    found = [layer.config.strategy for layer in engine.layers.values()]
+    found = [choice.strategy for choice in engine.choices.values()]
+    assert list(engine.layers) == [name for name, choice in engine.choices.items() if choice.strategy != "fsdp2"]
     assert found == (["ep", "ep"] if alone else (2 * wanted)[:2])
     return run
 

@@ -1,0 +1,220 @@
+"""What rank processes run for layers that ``auto`` leaves to FSDP2. Each case asserts for itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
+
+from hf_laer import LaerConfig, expert_parameters, is_patched, patch_model, record_trace, unpatch_model
+from hf_laer.integrations.accelerate import LaerFSDPPlugin, hook
+from hf_laer.integrations.accelerate.resume import save_state
+from hf_laer.integrations.transformers import get_engine
+from hf_laer.integrations.trl import LaerCallback
+from tests.engine.cases_auto import choosing
+from tests.integrations import cases, rig, rig_trl
+from tests.models import assert_close, gradients, tiny_model
+
+
+def prepared(strategies: list[str], family: str = "qwen3_moe", layers: int = 3, **settings: Any) -> rig.Loop:
+    """A loop whose layers run as ``strategies``, in turn."""
+    laer = {key: settings.pop(key) for key in ("check_collectives", "prefetch") if key in settings}
+    plugin = settings.pop("plugin", {})
+    made = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy="auto", **laer), **plugin)
+    with choosing(strategies):
+        return rig.Loop(family, made, sizes={"num_hidden_layers": layers}, **settings)
+
+
+def unpatched(_: str, family: str, layers: int, steps: int, **settings: Any) -> dict[str, Any]:
+    """The same loop without us: gradients of the first batch, then steps; weights and the optimizer's state after."""
+    run = rig.Loop(family, rig.fsdp_plugin(), sizes={"num_hidden_layers": layers}, **settings)
+    return numbers(run, steps)
+
+
+def numbers(run: rig.Loop, steps: int) -> dict[str, Any]:
+    """See :func:`unpatched`."""
+    ids = run.batch(0)
+    run.accelerator.backward(run.model(input_ids=ids, labels=ids, use_cache=False).loss)
+    first = gradients(run.model)
+    run.optimizer.zero_grad()
+    found = run.train(steps)
+    state = run.accelerator.get_state_dict(run.model)
+    return {**found, "gradients": first, "moments": moments(run), "names": list(state), "state": state}
+
+
+def moments(run: rig.Loop) -> dict[str, np.ndarray]:
+    """AdamW's state of every parameter, in full."""
+    return {
+        f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).detach().numpy().copy()
+        for name, parameter in run.model.named_parameters()
+        for key, value in run.optimizer.state[parameter].items()
+    }
+
+
+def equal(
+    strategies: list[str], family: str = "qwen3_moe", layers: int = 3, steps: int = 4, **settings: Any
+) -> cases.Counts:
+    """Every gradient, AdamW steps, AdamW's state, the checkpoint's names and values: the unpatched model's."""
+    plain = {key: value for key, value in settings.items() if key not in ("plugin", "check_collectives", "prefetch")}
+    theirs = rig.reference(unpatched, "", family, layers, steps, **plain)
+    with rig.fresh_accelerate():
+        run = prepared(strategies, family, layers, **settings)
+        ours = numbers(run, steps)
+        engine = get_engine(run.model)
+    assert engine is not None
+    wanted = [strategies[at % len(strategies)] for at in range(layers)]
+    assert [choice.strategy for choice in engine.choices.values()] == wanted
+    assert len(engine.layers) == layers - wanted.count("fsdp2")
+    assert ours["gradients"].keys() == theirs["gradients"].keys()
+    for name, grad in theirs["gradients"].items():
+        assert_close(ours["gradients"][name], grad, name)
+    rig.assert_same(ours, theirs)
+    rig.assert_same({"weights": ours["moments"]}, {"weights": theirs["moments"]})
+    assert ours["names"] == theirs["names"]
+    for name, value in theirs["state"].items():
+        assert_close(ours["state"][name], value, name)
+    return cases.counted(engine.recorder.drain())
+
+
+def whole_model(folder: str) -> None:
+    """With every layer left, the engine does nothing, and what asks it says so."""
+    with rig.fresh_accelerate():
+        run = prepared(["fsdp2"], check_collectives=True)
+        model, engine = run.model, get_engine(run.model)
+        assert engine is not None
+        assert is_patched(model)
+        assert not engine.layers
+        assert engine.is_sharded
+        assert expert_parameters(model) == set()
+        assert all(choice.config is None for choice in engine.choices.values())
+        assert model.model.layers[0].mlp.experts.config._experts_implementation == "eager"
+        assert patch_model(model, engine.config) is model
+        with pytest.raises(ValueError, match="auto has left every MoE layer to FSDP2"):
+            record_trace(model, f"{folder}/trace.npz")
+        run.train(2)
+        assert engine._announced == 4, "ranks still compare each forward"
+        assert not engine.recorder.drain()
+        save_state(run.accelerator, f"{folder}/state")
+        assert json.loads(Path(folder, "state", "laer_state.json").read_text()) == {}
+        run.accelerator.load_state(f"{folder}/state")
+        assert unpatch_model(model) is model
+        assert not is_patched(model)
+        run.train(1)
+    dist.barrier()
+
+
+def mixed_model(folder: str) -> None:
+    """One layer is left: a trace is of the others, and sharded experts are not put back."""
+    with rig.fresh_accelerate():
+        run = prepared(["llep", "fsdp2", "fsep"])
+        model, engine = run.model, get_engine(run.model)
+        assert engine is not None
+        names = list(engine.choices)
+        assert list(engine.layers) == [names[0], names[2]]
+        assert len(expert_parameters(model)) == 4
+        with record_trace(model, f"{folder}/trace.npz") as trace:
+            run.train(1)
+        assert trace.steps == (2 if dist.get_rank() == 0 else 0)
+        with pytest.raises(RuntimeError, match="sharded over ranks and cannot be put back"):
+            unpatch_model(model)
+        left = model.get_submodule(names[1])
+        assert all(isinstance(parameter, DTensor) for parameter in left.parameters())
+        assert all(parameter.placements[0].dim == 0 for parameter in left.parameters())
+
+
+def failed_sharding() -> None:
+    """Where FSDP2 fails, nothing is left behind, and a second try runs as the first would have."""
+    with rig.fresh_accelerate():
+        model = tiny_model("qwen3_moe", num_hidden_layers=3)
+        made = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy="auto"))
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        broken = mock.patch.object(hook, "_sharded", side_effect=RuntimeError("broken"))
+        with choosing(["fsdp2", "llep"]), broken, pytest.raises(RuntimeError, match="broken"):
+            rig.Loop("qwen3_moe", made, model=model)
+        engine = get_engine(model)
+        assert engine is not None
+        assert len(engine.layers) == 3
+        assert all(layer.module.config._experts_implementation == "hf_laer" for layer in engine.layers.values())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+    with rig.fresh_accelerate(), choosing(["fsdp2", "llep"]):
+        run = rig.Loop("qwen3_moe", made, model=model)
+        assert [choice.strategy for choice in engine.choices.values()] == ["fsdp2", "llep", "fsdp2"]
+        run.train(1)
+
+
+def kept(how: str) -> list[str]:
+    """Where FSDP2 could not do what was asked for, no layer is left to it."""
+    laer: dict[str, Any] = {"max_rows_per_rank": 64} if how == "max_rows_per_rank" else {}
+    plugin: dict[str, Any] = {"no_wrap": {"auto_wrap_policy": "no_wrap"}, "kept": {"reshard_after_forward": False}}
+    model = tiny_model("qwen3_moe")
+    if how == "lora":
+        model = get_peft_model(model, LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]))
+    with rig.fresh_accelerate(), choosing(["fsdp2"]):
+        made = rig.fsdp_plugin(LaerFSDPPlugin, laer=rig.eager(strategy="auto", **laer), **plugin.get(how, {}))
+        if how == "recorded":
+            patch_model(model, made.laer)
+            record_trace(model, "trace.npz")
+        run = rig.Loop("qwen3_moe", made, model=model)
+        run.train(1)
+    engine = get_engine(run.model)
+    assert engine is not None
+    return [layer.config.strategy for layer in engine.layers.values()]
+
+
+def trains(folder: str, strategies: list[str], **settings: Any) -> list[tuple[str, str]]:
+    """TRL SFT, checkpointed activations too: loss, gradient norm and weights are the unpatched run's.
+
+    Returns:
+        The callback's choices: strategy and reason.
+    """
+    plain = {key: value for key, value in settings.items() if "checkpointing" not in key}
+    sizes = {"num_hidden_layers": 3}
+    theirs = rig.reference(rig_trl.run_sft, folder, "qwen3_moe", sizes=sizes, **plain)
+    callback = LaerCallback(rig.eager(strategy="auto"))
+    with rig.fresh_accelerate(), choosing(strategies):
+        ours = rig_trl.run_sft(folder, "qwen3_moe", [callback], sizes=sizes, **settings)
+    rig.assert_same(ours, theirs)
+    run = {record.layer for record in callback.records}
+    assert run == {name for name, choice in callback.choices.items() if choice.config is not None}
+    assert all(("laer/spilled" in log) == bool(run) for log in ours["logs"])
+    assert callback.state()["attributes"]["memory"].keys() == run
+    return [(choice.strategy, choice.reason) for choice in callback.choices.values()]
+
+
+def traced(folder: str) -> list[str]:
+    """A trace needs all layers: with one, ``auto`` leaves none."""
+    callback = LaerCallback(rig.eager(strategy="auto"), trace=f"{folder}/trace.npz")
+    with rig.fresh_accelerate(), choosing(["fsdp2"]):
+        rig_trl.run_sft(folder, "qwen3_moe", [callback], max_steps=1)
+    return [choice.strategy for choice in callback.choices.values()]
+
+
+def by_default(tokens: int) -> tuple[list[str], list[str]]:
+    """The default config, with this many tokens per rank: the layers' strategies, and what the log says of them."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_laer")
+    logger.addHandler(handler)
+    level, _ = logger.level, logger.setLevel(logging.INFO)
+    try:
+        with rig.fresh_accelerate():
+            made = rig.fsdp_plugin(LaerFSDPPlugin, laer=LaerConfig(tokens_per_rank=tokens))
+            run = rig.Loop("qwen3_moe", made)
+            run.train(1)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    engine = get_engine(run.model)
+    assert engine is not None
+    return [choice.strategy for choice in engine.choices.values()], records
