@@ -209,6 +209,8 @@ def alternatives(
     tokens = tokens or config.tokens_per_rank or USUAL_TOKENS
     loads = list(loads) or usual_loads(sizes, ranks, tokens)
     cost = sizes.cost(profile.of_ranks(ranks, ranks_per_node), tokens, config.max_rows_per_rank)
+    # Processes on CPUs send with the cores that compute: nothing hides anything.
+    alone = alone or profile.device == "cpu"
     made = []
     for strategy in strategies:
         if strategy == FSDP2:

@@ -134,7 +134,7 @@ class Engine:
             The layers that are left to FSDP2 and no longer the engine's.
 
         Raises:
-            ValueError: Ranks were told different things.
+            ValueError: Ranks were told different things, or the mesh and ``group_size`` do not go together.
         """
         told = {
             "config": self.config.to_dict(),
@@ -143,6 +143,7 @@ class Engine:
             "number of tokens": self.expected_tokens,
         }
         everyone = told_alike(told)
+        token_groups(self.config, mesh.size(mesh.ndim - 1))
         if self.profile is None:
             memory = min(other["memory"] for other in everyone)
             self.profile = replace(shipped_profile(str(everyone[0]["device"])), memory_bytes=memory)
@@ -150,8 +151,8 @@ class Engine:
             dtypes = self.compute_dtype or compute_dtype, self.reduce_dtype or reduce_dtype
             sizes = {name: layer.sizes(*dtypes, name in looped) for name, layer in self.layers.items()}
             world = mesh.size(mesh.ndim - 1), self.ranks_per_node
-            about = self.expected_tokens, dist.get_rank() == 0, leave
-            self.choices = choose(self.config, sizes, self.profile, *world, *about)
+            tokens, log = self.expected_tokens, dist.get_rank() == 0
+            self.choices = choose(self.config, sizes, self.profile, *world, tokens, log, leave)
         left = [layer for name, layer in self.layers.items() if self.choices[name].config is None]
         for layer in left:
             del self.layers[layer.name]

@@ -51,6 +51,11 @@ class LaerCallback(TrainerCallback, ExportableState):
             checkpoint and when training ends; ``None``: nowhere. See :func:`record_trace`.
             With it ``auto`` leaves no layer to FSDP2.
 
+    Attributes:
+        records: What the engine noted of each layer and micro-batch.
+        recorded: Whether ``auto`` may leave no layer to FSDP2, as its loads would not be seen: so with a trace, and
+            where it is set before the trainer is made.
+
     The logs get, over the MoE layers and micro-batches since the last log: ``laer/imbalance_before`` and
     ``laer/imbalance_after`` (mean of max/mean tokens over ranks), ``laer/imbalance_before_max`` and
     ``laer/imbalance_after_max`` (the worst), ``laer/spilled`` (tokens) and ``laer/moved`` (replicas), both
@@ -70,6 +75,7 @@ class LaerCallback(TrainerCallback, ExportableState):
         self.records: deque[LayerRecord] = deque(maxlen=keep)
         self.trace = None if trace is None else check_path(trace)
         self.memory: dict[str, Any] = {}
+        self.recorded = trace is not None
         self._engine: Engine | None = None
         self._recording: TraceRecording | None = None
         self._window = _Window()
@@ -91,7 +97,7 @@ class LaerCallback(TrainerCallback, ExportableState):
         self._engine = get_engine(model)
         if self._engine is not None:
             self._engine.expected_tokens = expected_tokens(args)
-            self._engine.recorded = self.trace is not None
+            self._engine.recorded = self.recorded
         if state.is_world_process_zero and self._engine is not None:
             logger.info(
                 "hf_laer: patched the %d MoE layers of %s with %s",

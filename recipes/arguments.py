@@ -25,7 +25,7 @@ class LaerArguments:
     """
 
     strategy: str = field(
-        default="llep",
+        default="auto",
         metadata={"help": "ep, llep, fsep, fsep+llep, fsdp or auto; none trains the unpatched model, to compare."},
     )
     profile: str | None = field(default=None, metadata={"help": "File of hf-laer tune."})
@@ -76,7 +76,10 @@ class RecipeArguments:
         default=None, metadata={"help": "Write a trace of the routing (.npz) there, for hf-laer simulate."}
     )
     require_moves: bool = field(
-        default=False, metadata={"help": "Fail if planning moved nothing, as a demonstration must not."}
+        default=False,
+        metadata={
+            "help": "Fail if planning moved nothing, as a demonstration must not; auto leaves no layer to FSDP2."
+        },
     )
 
 

@@ -76,14 +76,19 @@ def make_console(state: PartialState) -> Console:
     """The terminal, for the first process alone; wide enough for a table where the output goes to a file."""
     console = Console(quiet=not state.is_main_process)
     if not console.is_terminal:
-        console.width = 120
+        console.width = 132
     return console
 
 
 def make_callback(settings: Settings) -> LaerCallback | None:
     """The callback that patches the model; ``None`` for strategy ``none``."""
     config = settings.laer.to_config()
-    return LaerCallback(config, trace=settings.recipe.trace) if config else None
+    if config is None:
+        return None
+    callback = LaerCallback(config, trace=settings.recipe.trace)
+    # What moves is to be seen: nothing would be of layers that `auto` leaves to FSDP2.
+    callback.recorded |= settings.recipe.require_moves
+    return callback
 
 
 def model_path(settings: Settings, folder: Path, state: PartialState) -> str:

@@ -94,7 +94,8 @@ class Sharded:
 
     def __post_init__(self) -> None:
         mesh = init_device_mesh(self.sizes.device.type, (dist.get_world_size(),))
-        self._layer = fully_shard(_Layer(self.sizes), mesh=mesh, reshard_after_forward=True)
+        self._layer = _Layer(self.sizes)
+        fully_shard(self._layer, mesh=mesh, reshard_after_forward=True)
         self.parameters = list(self._layer.parameters())
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def layer_table(
     for name in ("experts", "owners", "best static", "planned", "spilled", "moved", "plan ms"):
         table.add_column(name, justify="right")
     if choices:
-        table.add_column("why", no_wrap=True)
+        table.add_column("why")
     seen = {summary.layer: summary for summary in summaries}
     for layer in dict.fromkeys((*choices, *seen)):
         if layer not in seen:

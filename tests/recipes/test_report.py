@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import pytest
 import report
 from rich.console import Console
 
+from hf_laer import LaerConfig
+from hf_laer.choice import Choice
 from tests.telemetry.test_summary import drifting, record
 
 
@@ -27,6 +30,19 @@ def test_report_writes_table_picture_and_numbers(tmp_path: Path, console: Consol
     text = console.export_text()
     assert "Expert load, llep" in text
     assert "No static layout would have shown 100% of the gain" in text
+
+
+def test_report_says_how_each_layer_ran_and_why(tmp_path: Path, console: Console) -> None:
+    left = Choice("fsdp2", None, "1.5 ms, ep 6")
+    records = [record("layers.1.experts", 0, [10, 20])]
+    choices = {"layers.0.experts": left, "layers.1.experts": Choice("llep", LaerConfig(), "2 ms, fsdp2 3.25")}
+    report.report(records, tmp_path, console, strategy="auto", choices=choices)
+    text = console.export_text()
+    assert re.search(r"layers.0 +│ fsdp2 .* 1.5 ms, ep 6 ", text)
+    assert re.search(r"layers.1 +│ .* 2 ms, fsdp2 3.25 ", text)
+    assert report.LEFT not in " ".join(text.split())
+    report.report([], tmp_path, console, strategy="auto", choices={"layers.0.experts": left})
+    assert report.LEFT in " ".join(console.export_text().split())
 
 
 def test_verdict_admits_that_a_static_layout_would_do() -> None:

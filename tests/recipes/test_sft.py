@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ import pytest
 import sft
 import upcycle
 
+from hf_laer.config import STRATEGIES
+from hf_laer.profile import shipped_profile
 from hf_laer.sim import load_trace
 from tests.recipes import tiny
 from tests.recipes.conftest import RECIPES
@@ -60,6 +63,27 @@ def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> Non
     assert not list(output.glob("*.tmp"))
     answered = run([sys.executable, str(RECIPES / "generate.py"), str(output / "final"), "--max_new_tokens", "4"])
     assert "hf_laer imported: False" in answered
+
+
+@pytest.mark.long
+def test_auto_leaves_a_model_to_fsdp2(model: Path, tmp_path: Path) -> None:
+    """By a profile under which our own layers cost the host a second each; the report says what became of them."""
+    host = {**dict.fromkeys(STRATEGIES, 1.0), "fsdp2": 0.0}
+    replace(shipped_profile("cpu"), host_seconds=host).write(tmp_path / "profile.json")
+    output = tmp_path / "out"
+    command = [*LAUNCH, "--config_file", str(RECIPES / "accelerate" / "cpu_2processes.yaml"), str(RECIPES / "sft.py")]
+    command += ["--config", str(RECIPES / "smollm2_moe.yaml"), "--output_dir", str(output), "--strategy", "auto"]
+    command += ["--model_name_or_path", str(model), "--max_steps", "2", "--rows_per_domain", "16"]
+    command += ["--profile", str(tmp_path / "profile.json")]
+    text = run([*command, "--require_moves", "false"])
+    assert len(re.findall(r"layers\.\d +│ fsdp2 .* ms, ep 1e\+03", text)) == 3
+    assert "auto left every MoE layer to FSDP2" in text
+    assert (output / "final" / "model.safetensors").exists()
+    assert "imbalance" not in text.split("Expert load")[0]
+    # A demonstration is of ours.
+    text = run([*command, "--require_moves", "true", "--max_steps", "1"])
+    assert "fsdp2" not in text.split("Expert load")[0]
+    assert len(re.findall(r"layers\.\d +│ llep ", text)) == 3
 
 
 def test_gpt_oss_is_loaded_dequantized(monkeypatch) -> None:

@@ -66,7 +66,7 @@ def shared(strategy: str | None, kind: str = KINDS[1], **settings: Any) -> Share
     alone = dist.get_world_size() == 1 and len(wanted) == 1
     found = [choice.strategy for choice in engine.choices.values()]
     assert list(engine.layers) == [name for name, choice in engine.choices.items() if choice.strategy != "fsdp2"]
-    assert found == (["ep", "ep"] if alone else (2 * wanted)[:2])
+    assert found == (["ep", "ep"] if alone else (2 * wanted)[:2]), found
     return run
 
 

@@ -126,13 +126,19 @@ def test_b89_only_the_first_rank_has_the_weights(ranks, tmp_path: Path) -> None:
 def test_auto_resumes_where_it_chooses_otherwise(ranks, tmp_path: Path) -> None:
     """Layers change homes both ways between save and load, and from several ranks to one."""
     wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy="auto:fsep,llep")[0]
-    ways = [("auto:llep,fsep", SHARDED), (None, FULL)]
+    ways = [("auto:llep,fsep", SHARDED), (None, FULL), ("auto:fsdp2,fsep", SHARDED), ("auto:fsdp2", FULL)]
     ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
     ranks(1).run(cases.resumes, folder=str(tmp_path), ways=[("auto:fsep", SHARDED)], wanted=wanted)
 
 
+def test_what_auto_leaves_to_fsdp2_resumes_elsewhere(ranks, tmp_path: Path) -> None:
+    wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy="auto:fsdp2,llep")[0]
+    ways = [("fsep", SHARDED), ("auto:llep,fsdp2", FULL), (None, SHARDED)]
+    ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
+
+
 # Of one kind by a profile, of several layer by layer.
-AUTO = ("auto:llep", "auto:fsep+llep", "auto:fsdp,ep", "auto:ep,fsep")
+AUTO = ("auto:llep", "auto:fsep+llep", "auto:fsdp,ep", "auto:ep,fsep", "auto:fsdp2,fsep+llep", "auto:fsdp2")
 
 
 @pytest.mark.long
