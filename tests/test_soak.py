@@ -42,6 +42,7 @@ def test_a_report_finds_what_is_wrong() -> None:
     assert verdicts(told(), plain=[1.02, 1.12] * 250) == [True, True, True, False, True, None]
     assert verdicts(told(memory=leak)) == [True, True, True, True, False, None]
     assert verdicts(told(memory=leak[:9])) == [True, True, True, True, None, None]
+    assert report([[told(before=0.0, after=0.0)]], [1.0])[-1].found == "no layer was run by hf_laer"
 
 
 def test_slope_is_in_megabytes_per_thousand_steps() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_laer.config import AUTO, STRATEGIES
+from hf_laer.config import AUTO, FSDP2, STRATEGIES
 
-FSDP2, NATIVE = "fsdp2", "native_ep"
+NATIVE = "native_ep"
 CONTENDERS = (*STRATEGIES, AUTO, FSDP2, NATIVE)
 _QWEN3: dict[str, Any] = {
     "family": "qwen3_moe",
@@ -25,6 +25,17 @@ _QWEN3: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3,
+    # 0.93 B parameters in 8 layers: so small that the host is most of it.
+    "qwen3-1b": {
+        **_QWEN3,
+        "vocab_size": 49152,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 64,
+    },
     "mixtral-8x7b": {
         "family": "mixtral",
         "vocab_size": 32000,

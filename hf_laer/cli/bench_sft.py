@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps (default 8)")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing, for all")
     parser.add_argument("--attention", help="Transformers' attention implementation, for all")
+    parser.add_argument("--profile", help="of hf-laer tune; auto and spilling go by it")
     parser.add_argument("--slots-per-rank", type=int, help="of strategies that re-lay out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
@@ -76,7 +77,8 @@ def _job(args: argparse.Namespace) -> Job:
     for name in ("num_layers", "rows", "length", "steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    laer = {} if args.slots_per_rank is None else {"slots_per_rank": args.slots_per_rank}
+    given = {"slots_per_rank": args.slots_per_rank, "profile": args.profile}
+    laer = {name: value for name, value in given.items() if value is not None}
     return Job(
         args.model, args.num_layers, args.rows, args.length, args.steps, args.checkpointing, args.attention, laer
     )
@@ -96,7 +98,7 @@ def _table(job: Job, rows: list[Trained], device: torch.device) -> Table:
         ceiling = balanced.get(row.contender)
         table.add_row(
             row.routing,
-            row.contender,
+            f"{row.contender}: {row.chosen}" if row.chosen else row.contender,
             f"{row.step_ms:.1f}",
             f"{row.tokens_per_second:.0f}",
             f"{ceiling / row.step_ms:.0%}" if ceiling else "",

@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.config import STRATEGIES
+from hf_laer.config import AUTO, STRATEGIES
 from hf_laer.soak.run import Line, soak
 from hf_laer.soak.task import UNPATCHED, Settings
 
@@ -17,7 +17,10 @@ HELP = "train a tiny model for long under drifting routing, with resumes, and ho
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hf-laer soak``."""
     parser.add_argument(
-        "--strategy", choices=(*STRATEGIES, UNPATCHED), default=Settings.strategy, help="none: the unpatched model"
+        "--strategy",
+        choices=(*STRATEGIES, AUTO, UNPATCHED),
+        default=Settings.strategy,
+        help="none: the unpatched model",
     )
     parser.add_argument("--steps", type=int, default=Settings.steps, help="optimizer steps (default 2000)")
     parser.add_argument(

@@ -152,6 +152,7 @@ def report(parts: list[list[dict[str, Any]]], plain: list[float]) -> list[Line]:
     before, after = (statistics.fmean(told[key] for told in first) for key in ("before", "after"))
     moved = sum(told["spilled"] + told["moved"] for told in first)
     found = f"max/mean {before:.2f} > {after:.2f}; {moved} tokens spilled or replicas moved"
+    found = found if before else "no layer was run by hf_laer"
     lines.append(Line("balance of ranks", found, "for information", None))
     return lines
 

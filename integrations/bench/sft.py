@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_laer.bench.models import FSDP2, MODELS, NATIVE, Job
 from hf_laer.bench.routing import changes, routings
-from hf_laer.config import LaerConfig
+from hf_laer.config import AUTO, LaerConfig
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
 from hf_laer.integrations.bench import native_ep
 from hf_laer.integrations.bench.fresh import fresh_accelerate
+from hf_laer.integrations.transformers import get_engine
 from hf_laer.integrations.transformers.families import is_experts
 
 WARM_UP = 3
@@ -47,6 +48,7 @@ class Trained:
         tokens_per_second: Of one rank.
         peak_gb: GiB on the fullest rank, everything counted; 0 on CPUs.
         loss: Of the last step, on the first rank.
+        chosen: How the layers run, where that is ``auto``'s choice.
     """
 
     contender: str
@@ -55,6 +57,7 @@ class Trained:
     tokens_per_second: float
     peak_gb: float
     loss: float
+    chosen: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -83,6 +86,9 @@ def prepared(job: Job, contender: str, device: torch.device) -> Iterator[Callabl
         torch.manual_seed(0)
         model, optimizer, backward = _prepared(job, contender, device, Path(folder))
         forced = ForcedRouting(model, job.steps + WARM_UP)
+        engine = get_engine(model)
+        choices = engine.choices.values() if engine is not None and contender == AUTO else ()
+        chosen = " and ".join(sorted({choice.strategy for choice in choices}))
         if job.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         vocabulary = model.config.vocab_size
@@ -91,7 +97,8 @@ def prepared(job: Job, contender: str, device: torch.device) -> Iterator[Callabl
 
         def trained(scenario: str) -> Trained:
             forced.begin(scenario)
-            return _timed(job, contender, scenario, device, lambda: _step(model, optimizer, backward, ids, forced))
+            found = _timed(job, contender, scenario, device, lambda: _step(model, optimizer, backward, ids, forced))
+            return replace(found, chosen=chosen)
 
         yield trained
 
@@ -149,13 +156,17 @@ def _prepared(
     if contender == FSDP2:
         made = FullyShardedDataParallelPlugin(**plugin)
     else:
-        made = LaerFSDPPlugin(**plugin, laer=LaerConfig(strategy=contender, **job.laer))
+        made = LaerFSDPPlugin(**plugin, laer=_config(job, contender))
     mixed = "bf16" if device.type == "cuda" else "no"
     accelerator = Accelerator(mixed_precision=mixed, fsdp_plugin=made, cpu=device.type == "cpu")
     model = _random_model(job, device)
     model.set_experts_implementation("grouped_mm")
     prepared = accelerator.prepare(model, _optimizer(model, device))
     return prepared[0], prepared[1], accelerator.backward
+
+
+def _config(job: Job, contender: str) -> LaerConfig:
+    return LaerConfig(strategy=contender, tokens_per_rank=job.rows * job.length, **job.laer)
 
 
 def _native(job: Job, device: torch.device, folder: Path) -> Any:

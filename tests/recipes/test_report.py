@@ -19,7 +19,7 @@ from tests.telemetry.test_summary import drifting, record
 
 @pytest.fixture
 def console(tmp_path: Path) -> Console:
-    return Console(record=True, width=120, file=(tmp_path / "terminal").open("w"))
+    return Console(record=True, width=132, file=(tmp_path / "terminal").open("w"))
 
 
 def test_report_writes_table_picture_and_numbers(tmp_path: Path, console: Console) -> None:
