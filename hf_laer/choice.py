@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_laer.config import AUTO, FSDP2, STRATEGIES, LaerConfig
+from hf_laer.config import AUTO, FIXED_HOMES, FSDP2, HOMES, STRATEGIES, UNION, LaerConfig
 from hf_laer.plain import fsdp2
 from hf_laer.plan import (
     CostModel,
@@ -30,9 +30,12 @@ from hf_laer.plan import (
     fsep_placement,
     join_groups,
     llep,
+    llep_ahead,
     no_worse_than_ep,
     predict,
+    replica_placement,
     stack_groups,
+    used,
 )
 from hf_laer.profile import Profile
 
@@ -139,6 +142,12 @@ class Alternative:
     peak_bytes: float
     fits: bool = True
 
+    @property
+    def shown(self) -> str:
+        """The strategy, and where experts live if there is a choice."""
+        choice = self.strategy not in FIXED_HOMES and self.config.homes is not None
+        return f"{self.strategy} ({self.config.homes} experts)" if choice else self.strategy
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -213,18 +222,26 @@ def alternatives(
     alone = alone or profile.device == "cpu"
     made = []
     for strategy in strategies:
-        if strategy == FSDP2:
-            found, own = [fsdp2(one.now, cost, alone) for one in loads], config
-        else:
-            own = replace(config, strategy=strategy)
-            found = [_predicted(own, one, cost) for one in loads]
-        made.append(_alternative(strategy, own, found, sizes, profile, ranks, layers, alone))
+        ways = []
+        for own in [config] if strategy == FSDP2 else _ways(config.with_strategy(strategy)):
+            found = [fsdp2(one.now, cost, alone) if strategy == FSDP2 else _predicted(own, one, cost) for one in loads]
+            ways.append(_alternative(strategy, own, found, sizes, profile, ranks, layers, alone))
+        made.append(best(ways, ranks))
     return made
+
+
+def _ways(config: LaerConfig) -> list[LaerConfig]:
+    """The settings with each place where experts may live, whole ones first."""
+    if config.homes is not None:
+        return [config]
+    # A group of ranks would hold experts that others own.
+    homes = HOMES if config.group_size is None else ("sharded",)
+    return [replace(config, expert_homes=one) for one in homes]
 
 
 def settled(config: LaerConfig) -> LaerConfig:
     """The settings of a layer that is not sharded: one rank runs it, and ``auto`` is as good as ``ep``."""
-    return replace(config, strategy="ep") if config.strategy == AUTO else config
+    return config.with_strategy("ep") if config.strategy == AUTO else _ways(config)[0]
 
 
 def choose(
@@ -252,8 +269,9 @@ def choose(
     tokens = config.tokens_per_rank or expected_tokens
     kinds = {name: (sizes, name in leave) for name, sizes in layers.items()}
     chosen: dict[tuple[LayerSizes, bool], Choice] = {}
+    tried = STRATEGIES if config.strategy == AUTO else (config.strategy,)
     for sizes, free in dict.fromkeys(kinds.values()):
-        strategies = (*STRATEGIES, FSDP2) if free and ranks > 1 else STRATEGIES
+        strategies = (*tried, FSDP2) if free and ranks > 1 and config.strategy == AUTO else tried
         found = alternatives(
             sizes, profile, ranks, ranks_per_node, config, tokens=tokens, layers=len(layers), strategies=strategies
         )
@@ -266,6 +284,8 @@ def choose(
 
 
 def _reason(chosen: Alternative, found: Sequence[Alternative], ranks: int) -> str:
+    if len(found) == 1:
+        return "given"
     if ranks == 1:
         return "one rank"
     others = [one for one in found if one is not chosen]
@@ -282,9 +302,9 @@ def _log(sizes: LayerSizes, count: int, found: list[Alternative], chosen: Altern
         if one.strategy != chosen.strategy
     )
     logger.info(
-        "auto: %d MoE layers of %d experts (%d x %d, top-%d) run as %s, predicted to take %.2f ms each and micro-batch "
+        "%d MoE layers of %d experts (%d x %d, top-%d) run as %s, predicted to take %.2f ms each and micro-batch "
         "(compute %.2f, tokens %.2f, weights %.2f; others: %s), by %s figures of %s",
-        *(count, sizes.experts, sizes.hidden, sizes.intermediate, sizes.top_k, chosen.strategy),
+        *(count, sizes.experts, sizes.hidden, sizes.intermediate, sizes.top_k, chosen.shown),
         *(1e3 * value for value in (chosen.seconds, chosen.compute, chosen.tokens, chosen.weights)),
         *(others, "the shipped" if profile.assumed and "flops" in profile.assumed else "measured", profile.device),
     )
@@ -338,7 +358,7 @@ def threshold(
     One rank's experts take more and more of the tokens, evenly; ``None`` where not even thrice the mean pays.
     """
     share = -(-sizes.experts // ranks)
-    spilling = replace(config, strategy="llep", imbalance_threshold=None)
+    spilling = replace(config.with_strategy("llep"), imbalance_threshold=None)
     cost = sizes.cost(profile.of_ranks(ranks, ranks_per_node), tokens, config.max_rows_per_rank)
     for percent in range(105, min(300, 100 * ranks) + 1, 5):
         loads = hot_loads(sizes, ranks, tokens, percent, share, of=100 * ranks)
@@ -393,10 +413,17 @@ def _planned(
         plan = llep(now, owners, imbalance_threshold=limit or 1.0, ranks_per_node=width, **spill)
         return plan if limit else no_worse_than_ep(plan, now, owners, cost, home="whole"), "whole", None
     slots = config.slots_for(experts, ranks)
+    asked = None if config.imbalance_threshold else cost
+    if config.homes == "whole":
+        limit = config.imbalance_threshold
+        told = {"imbalance_threshold": limit, "cost": asked, "ahead": config.prefetch, **spill}
+        placement = replica_placement(expected.sum(axis=0), owners, ranks, slots, width, **told)
+        told = {"imbalance_threshold": limit or 1.0, "ranks_per_node": width, "cost": asked, **spill}
+        plan = llep_ahead(now, owners, placement, **told)
+        return plan, "whole", used(placement, plan)
     placement = fsep_placement(expected.sum(axis=0), ranks, slots, width)
     if config.strategy == "fsep":
         return fsep(now, placement, width), "sharded", placement
-    asked = None if config.imbalance_threshold else cost
     return fsep_llep(now, placement, width, cost=asked, **spill), "sharded", placement
 
 
@@ -420,7 +447,9 @@ def _alternative(
     layers: int,
     alone: bool,
 ) -> Alternative:
-    host = profile.host(strategy) * (sizes.experts if strategy == FSDP2 and sizes.looped else 1)
+    # Where experts live whole, the host does what it does for llep.
+    host = profile.host("llep" if config.homes == "whole" and strategy == UNION else strategy)
+    host *= sizes.experts if strategy == FSDP2 and sizes.looped else 1
     ahead = config.prefetch and not alone
     parts = [
         (one.compute_seconds, one.exchange_seconds, one.weights_exposed_seconds, one.weights_hidden_seconds)

@@ -15,6 +15,10 @@ STRATEGIES = ("ep", "llep", "fsep", "fsep+llep", "fsdp")
 AUTO = "auto"
 # What `auto` knows beside them: the layer stays as it was, FSDP2 shards its experts and Transformers runs them.
 FSDP2 = "fsdp2"
+# Where expert parameters live: whole with an owner, or each one sharded over all ranks. Strategies that know but one.
+HOMES = ("whole", "sharded")
+UNION = "fsep+llep"
+FIXED_HOMES = {"ep": "whole", "llep": "whole", "fsep": "sharded", "fsdp": "sharded"}
 FORECASTS = ("auto", "last", "mean", "ema", "trend")
 DTYPES = ("float32", "bfloat16", "float16")
 RECOMPUTE = ("layer", "experts")
@@ -34,6 +38,10 @@ class LaerConfig:
             the tokens exactly by the present ones, and spills what that leaves; ``fsdp`` unshards every expert on
             every rank. ``auto``, the default, takes for each layer the one that is predicted to be fastest
             (:mod:`hf_laer.choice`); where plain FSDP2 is, and shards the model, the layer is left as it was.
+        expert_homes: Where the experts of ``fsep+llep`` live. ``whole``: with an owner, which uses its own where they
+            live; forecast replicas of them travel ahead, as few as are worth it. ``sharded``: every expert over all
+            ranks, which all unshard what they use. ``None`` takes for each layer the one that is predicted to be
+            faster. Of the other strategies each has but one: ``ep`` and ``llep`` whole, ``fsep`` and ``fsdp`` sharded.
         profile: File of ``hf-laer tune`` that says what this machine can do; ``None`` means the figures shipped for
             its GPU. ``auto`` chooses by it, and spilling is weighed by it.
         tokens_per_rank: Tokens per rank and micro-batch that ``auto`` chooses for; ``None`` means what the trainer's
@@ -73,6 +81,7 @@ class LaerConfig:
     """
 
     strategy: str = "auto"
+    expert_homes: str | None = None
     profile: str | None = None
     tokens_per_rank: int | None = None
     capacity_factor: float = 1.0
@@ -93,6 +102,7 @@ class LaerConfig:
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, (*STRATEGIES, AUTO))
+        self._check_homes()
         if self.profile is not None and not (isinstance(self.profile, str) and self.profile):
             raise ValueError(f"profile={_shown(self.profile)} must be the path of a file, or null")
         _one_of("recompute", self.recompute, RECOMPUTE)
@@ -111,6 +121,32 @@ class LaerConfig:
         for name in ("compute_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
                 _one_of(name, getattr(self, name), DTYPES)
+
+    def _check_homes(self) -> None:
+        if self.expert_homes is None:
+            return
+        _one_of("expert_homes", self.expert_homes, HOMES)
+        fixed = FIXED_HOMES.get(self.strategy, self.expert_homes)
+        if self.expert_homes != fixed:
+            raise ValueError(
+                f"expert_homes={self.expert_homes!r} does not go with strategy={self.strategy!r}, whose experts are "
+                f"{fixed}: leave expert_homes out, or take {UNION}"
+            )
+        if self.expert_homes == "whole" and self.strategy == UNION and self.group_size is not None:
+            raise ValueError(
+                f"expert_homes='whole' does not go with group_size={self.group_size}: a group holds experts that "
+                "others own; leave group_size out, or take expert_homes='sharded'"
+            )
+
+    @property
+    def homes(self) -> str | None:
+        """Where the experts live, ``whole`` or ``sharded``, as far as it is settled."""
+        return FIXED_HOMES.get(self.strategy, None if self.strategy == AUTO else self.expert_homes)
+
+    def with_strategy(self, strategy: str) -> LaerConfig:
+        """The same with another strategy; where experts live is kept for the one that has a choice."""
+        kept = self.expert_homes if strategy in (UNION, AUTO) else None
+        return dataclasses.replace(self, strategy=strategy, expert_homes=kept)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LaerConfig:

@@ -22,7 +22,7 @@ from hf_laer.comm.routes import depart, make_routes, most_rows
 from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import count
 from hf_laer.compute.spec import ExpertsSpec
-from hf_laer.config import AUTO, LaerConfig
+from hf_laer.config import LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
@@ -36,7 +36,7 @@ from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.start import broadcast, compile_planners, told_alike
-from hf_laer.strategy import SHARDED_DIM, make_plan, needs_loads, relays, token_groups
+from hf_laer.strategy import make_plan, needs_loads, relays, sharded_dim, token_groups
 from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
 from hf_laer.tuner import LayerTuner
@@ -147,7 +147,7 @@ class Engine:
         if self.profile is None:
             memory = min(other["memory"] for other in everyone)
             self.profile = replace(shipped_profile(str(everyone[0]["device"])), memory_bytes=memory)
-        if self.config.strategy == AUTO:
+        if self.config.homes is None:
             dtypes = self.compute_dtype or compute_dtype, self.reduce_dtype or reduce_dtype
             sizes = {name: layer.sizes(*dtypes, name in looped) for name, layer in self.layers.items()}
             world = mesh.size(mesh.ndim - 1), self.ranks_per_node
@@ -260,7 +260,7 @@ class Engine:
         offload: bool,
     ) -> None:
         assert self.mesh is not None
-        mesh, dim, weights = self.mesh, SHARDED_DIM[layer.config.strategy], self.comms.weights
+        mesh, dim, weights = self.mesh, sharded_dim(layer.config), self.comms.weights
         layout = Layout.sharded(tuple(parameter.shape), dim, weights.size)
         full = parameter.detach()
         if src_rank is not None:
@@ -457,9 +457,9 @@ class Engine:
 
     def _tuner(self, layer: MoELayer) -> LayerTuner:
         if layer.name not in self._tuners:
-            self._tuners[layer.name] = LayerTuner(
-                layer.config, layer.spec.num_experts, self._groups, self.ranks_per_node, self._threads
-            )
+            cost = self._cost(layer, layer.sizes(self.compute_dtype).top_k) if layer.config.homes == "whole" else None
+            told = layer.config, layer.spec.num_experts, self._groups, self.ranks_per_node, self._threads, cost
+            self._tuners[layer.name] = LayerTuner(*told)
         return self._tuners[layer.name]
 
     def _table(self, plans: list[Plan]) -> SlotTable:

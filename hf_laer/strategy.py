@@ -5,11 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import CostModel, chunk_owners, ep, fsdp, fsep, fsep_llep, llep
+from hf_laer.plan import CostModel, chunk_owners, ep, fsdp, fsep, fsep_llep, llep, llep_ahead
 from hf_laer.plan.guard import cheaper
 from hf_laer.plan.types import Placement, Plan
 
-SHARDED_DIM = {"ep": 0, "llep": 0, "fsep": 1, "fsep+llep": 1, "fsdp": 1}
+
+def sharded_dim(config: LaerConfig) -> int:
+    """The dimension of a parameter that is cut over the ranks: experts, or the rows of each.
+
+    Raises:
+        ValueError: Where experts live is not settled.
+    """
+    if config.homes is None:
+        raise ValueError(f"strategy={config.strategy!r} has not been given expert_homes yet")
+    return 0 if config.homes == "whole" else 1
 
 
 def token_groups(config: LaerConfig, ranks: int) -> list[range]:
@@ -60,6 +69,17 @@ def make_plan(
         return fsdp(loads)
     cost = cost if config.imbalance_threshold is None else None
     if placement is not None:
+        if config.homes == "whole":
+            return llep_ahead(
+                loads,
+                chunk_owners(experts, ranks),
+                placement,
+                capacity_factor=config.capacity_factor,
+                min_tokens_per_gemm=config.min_tokens_per_gemm,
+                imbalance_threshold=config.imbalance_threshold or 1.0,
+                ranks_per_node=ranks_per_node,
+                cost=cost,
+            )
         if config.strategy == "fsep":
             return fsep(loads, placement, ranks_per_node=ranks_per_node)
         return fsep_llep(

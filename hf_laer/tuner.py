@@ -17,8 +17,16 @@ import numpy as np
 import torch
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import fsep_placement, initial_placement
+from hf_laer.plan import (
+    CostModel,
+    begins_with_owned,
+    chunk_owners,
+    fsep_placement,
+    initial_placement,
+    replica_placement,
+)
 from hf_laer.plan.forecast import FORECASTS, SETTLED, Forecaster, miss
+from hf_laer.plan.replicas import RECENT
 from hf_laer.plan.types import Placement, Plan, is_level
 
 # Versions under way beyond the one in use; the oldest of them is the next one used.
@@ -48,24 +56,36 @@ class LayerTuner:
         groups: Ranks of each token group; consecutive, alike on all ranks.
         ranks_per_node: Ranks that share a node.
         pool: One thread; placements are worked out there, and the planner lets go of the interpreter meanwhile.
+        cost: Layer and machine, by which replicas of experts that live whole with an owner are weighed.
     """
 
     def __init__(
-        self, config: LaerConfig, num_experts: int, groups: list[range], ranks_per_node: int, pool: ThreadPoolExecutor
+        self,
+        config: LaerConfig,
+        num_experts: int,
+        groups: list[range],
+        ranks_per_node: int,
+        pool: ThreadPoolExecutor,
+        cost: CostModel | None = None,
     ) -> None:
         self._config, self._groups, self._pool = config, groups, pool
-        self._ranks_per_node = ranks_per_node
+        self._ranks_per_node, self._cost = ranks_per_node, cost
+        self._homes = config.homes or "sharded"
         self._slots = [config.slots_for(num_experts, len(group)) for group in groups]
         self._forecaster = Forecaster(config.history, config.forecast)
         self._seen = 0
-        self._choice = any(room < num_experts for room in self._slots)
+        self._choice = self._homes == "whole" or any(room < num_experts for room in self._slots)
         self._placed_for = np.ones((len(groups), num_experts), np.int64)
-        start = [
-            initial_placement(num_experts, len(group), room) for group, room in zip(groups, self._slots, strict=True)
-        ]
-        self._current = version_of(0, start)
+        self._current = version_of(0, [self._start(*one) for one in zip(groups, self._slots, strict=True)])
         self._ready: deque[Version] = deque()
         self._under_way: deque[Future[Version]] = deque()
+
+    def _start(self, group: range, slots: int) -> Placement:
+        """Before any load is known: copies as equal as can be, or own experts alone."""
+        experts, ranks = self._placed_for.shape[1], len(group)
+        if self._homes == "whole":
+            return replica_placement(np.zeros(experts, np.int64), chunk_owners(experts, ranks), ranks, slots)
+        return initial_placement(experts, ranks, slots)
 
     @property
     def forecast(self) -> str:
@@ -125,7 +145,12 @@ class LayerTuner:
             expected = self._forecaster.expected()
             if not is_level(plans) or (self._choice and self._moved(expected)):
                 self._placed_for = expected
-                self._under_way.append(self._pool.submit(self._work_out, self._seen, expected, self._forecaster.hedge))
+                self._under_way.append(self._pool.submit(self._work_out, self._seen, *self._basis(expected)))
+
+    def _basis(self, expected: np.ndarray) -> tuple[np.ndarray, list[np.ndarray], int]:
+        """What a layout is made of: expected loads, recent ones, and how far to trust the former."""
+        recent = list(self._forecaster.history)[::-1][:RECENT]
+        return expected, recent if self._homes == "whole" else [], self._forecaster.hedge
 
     def _moved(self, expected: np.ndarray) -> bool:
         """Whether other loads are expected than those that the newest layout was made for.
@@ -140,6 +165,7 @@ class LayerTuner:
         newest = self._newest(wait=True)
         return {
             "seen": self._seen,
+            "homes": self._homes,
             "history": [loads.tolist() for loads in self._forecaster.history],
             "misses": self._forecaster.misses,
             "placements": [placement.slots.tolist() for placement in newest.placements],
@@ -147,7 +173,9 @@ class LayerTuner:
         }
 
     def load_state_dict(self, memory: dict[str, Any]) -> None:
-        """Goes on from :meth:`state_dict`; a layout for another number of ranks or slots is made anew."""
+        """Goes on from :meth:`state_dict`; a layout for another number of ranks or slots, or for experts that lived
+        otherwise, is made anew.
+        """
         self._ready.clear()
         self._under_way.clear()
         self._seen = memory["seen"]
@@ -158,18 +186,44 @@ class LayerTuner:
         if all(len(loads) == len(self._groups) for loads in totals):
             self._forecaster.history.extend(totals)
             self._placed_for = np.array(memory.get("placed_for", self._placed_for), np.int64)
-        if [table.shape for table in tables] == [p.slots.shape for p in self._current.placements]:
+        if self._suit(tables, memory.get("homes", "sharded")):
             self._current = version_of(self._seen, [Placement(table) for table in tables])
         elif self._forecaster.history:
             self._placed_for = self._forecaster.expected()
-            self._current = self._work_out(self._seen, self._placed_for, self._forecaster.hedge)
+            self._current = self._work_out(self._seen, *self._basis(self._placed_for))
 
-    def _work_out(self, number: int, expected: np.ndarray, hedge: int) -> Version:
-        placements = [
-            fsep_placement(expected[at], len(group), room, ranks_per_node=self._ranks_per_node, hedge_permille=hedge)
-            for at, (group, room) in enumerate(zip(self._groups, self._slots, strict=True))
-        ]
-        return version_of(number, placements)
+    def _suit(self, tables: list[np.ndarray], homes: str) -> bool:
+        """Whether remembered slot tables are for these ranks, slots and homes."""
+        current = self._current.placements
+        if homes != self._homes or [table.shape for table in tables] != [p.slots.shape for p in current]:
+            return False
+        if homes == "sharded":
+            return True
+        owners = [chunk_owners(self._placed_for.shape[1], len(group)) for group in self._groups]
+        return all(begins_with_owned(Placement(table), own) for table, own in zip(tables, owners, strict=True))
+
+    def _work_out(self, number: int, expected: np.ndarray, recent: list[np.ndarray], hedge: int) -> Version:
+        return version_of(number, [self._place(at, expected, recent, hedge) for at in range(len(self._groups))])
+
+    def _place(self, at: int, expected: np.ndarray, recent: list[np.ndarray], hedge: int) -> Placement:
+        """The layout of one token group."""
+        ranks, room, config = len(self._groups[at]), self._slots[at], self._config
+        if self._homes == "sharded":
+            return fsep_placement(expected[at], ranks, room, self._ranks_per_node, hedge_permille=hedge)
+        return replica_placement(
+            expected[at],
+            chunk_owners(expected.shape[1], ranks),
+            ranks,
+            room,
+            self._ranks_per_node,
+            recent=[loads[at] for loads in recent],
+            capacity_factor=config.capacity_factor,
+            min_tokens_per_gemm=config.min_tokens_per_gemm,
+            imbalance_threshold=config.imbalance_threshold,
+            cost=None if config.imbalance_threshold is not None else self._cost,
+            ahead=config.prefetch,
+            hedge_permille=hedge,
+        )
 
 
 def version_of(number: int, placements: list[Placement]) -> Version:

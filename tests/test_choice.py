@@ -51,7 +51,7 @@ def test_alternatives(layer: LayerSizes, world: tuple[int, int], tokens: int) ->
     assert [one.strategy for one in found] == list(STRATEGIES)
     assert found == alternatives(layer, H200, *world, AUTO, tokens=tokens)
     for one in found:
-        assert one.seconds >= H200.host(one.strategy)
+        assert one.seconds >= H200.host("llep" if one.config.homes == "whole" else one.strategy)
         assert min(one.compute, one.tokens, one.weights, one.hidden, one.peak_bytes) >= 0
     by_name = {one.strategy: one for one in found}
     assert by_name["llep"].compute + by_name["llep"].tokens + by_name["llep"].weights <= (
@@ -201,6 +201,50 @@ def test_groups_stay_apart() -> None:
         else:
             assert 0 < one.tokens < whole.tokens
             assert one.weights + one.hidden > 0  # every group holds every expert, of which it owns half
+
+
+UNION = LaerConfig(strategy="fsep+llep", expert_homes="whole")
+
+
+@pytest.mark.parametrize("layer", [Q128, G128, LayerSizes(8, 4096, 14336, 2), SMALL])
+@pytest.mark.parametrize("ranks", [2, 8, 32])
+def test_whole_homes_are_never_predicted_slower_than_llep(layer: LayerSizes, ranks: int) -> None:
+    """On loads that were foreseen, and on others; nor are settled ones slower than either kind."""
+    for tokens in (512, 8192):
+        about = layer, H200, ranks, min(ranks, 8)
+        by_name = {}
+        for name, config in (
+            ("llep", LaerConfig(strategy="llep")),
+            ("whole", UNION),
+            ("sharded", dataclasses.replace(UNION, expert_homes="sharded")),
+            ("settled", dataclasses.replace(UNION, expert_homes=None)),
+        ):
+            (one,) = alternatives(*about, config, tokens=tokens, strategies=[config.strategy])
+            by_name[name] = one
+        assert by_name["whole"].seconds <= by_name["llep"].seconds * (1 + 1e-9)
+        least = min(by_name["whole"].seconds, by_name["sharded"].seconds)
+        assert by_name["settled"].seconds <= 1.02 * least
+        assert by_name["settled"].config.homes in ("whole", "sharded")
+
+
+def test_where_experts_live_is_settled_when_layers_are_chosen() -> None:
+    config = LaerConfig(strategy="fsep+llep")
+    assert config.homes is None
+    chosen = choose(config, {"a": LayerSizes(8, 4096, 14336, 2)}, H200, 2, 2)["a"]
+    assert chosen == dataclasses.replace(config, expert_homes="whole"), "large experts, few ranks"
+    grouped = dataclasses.replace(config, group_size=2)
+    assert choose(grouped, {"a": Q128}, H200, 4, 4)["a"].homes == "sharded"
+    auto = dataclasses.replace(AUTO, expert_homes="sharded")
+    found = {one.strategy: one.config for one in alternatives(Q128, H200, 2, 2, auto)}
+    assert {name: one.homes for name, one in found.items()} == {
+        "ep": "whole",
+        "llep": "whole",
+        "fsep": "sharded",
+        "fsep+llep": "sharded",
+        "fsdp": "sharded",
+    }
+    assert found["llep"].expert_homes is None
+    assert settled(config).homes == "whole"
 
 
 def test_the_threshold_in_figures() -> None:

@@ -13,6 +13,7 @@ from hf_laer import LaerConfig
 configs = st.builds(
     LaerConfig,
     strategy=st.sampled_from(["ep", "llep", "fsep", "fsep+llep", "fsdp"]),
+    expert_homes=st.none(),
     capacity_factor=st.floats(1, 4),
     min_tokens_per_gemm=st.integers(1, 4096),
     imbalance_threshold=st.floats(1, 4),
@@ -41,6 +42,8 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, config: LaerConfig
     ("setting", "value"),
     [
         ("strategy", "eplb"),
+        ("expert_homes", "rows"),
+        ("expert_homes", 0),
         ("capacity_factor", 0.5),
         ("capacity_factor", float("nan")),
         ("capacity_factor", True),
@@ -97,3 +100,26 @@ def test_slots() -> None:
     assert LaerConfig(slots_per_rank=9).slots_for(8, 2) == 8
     with pytest.raises(ValueError, match="slots_per_rank to 4 or more"):
         LaerConfig(slots_per_rank=3).slots_for(30, 8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "homes"), [("ep", "sharded"), ("llep", "sharded"), ("fsep", "whole"), ("fsdp", "whole")]
+)
+def test_homes_that_a_strategy_does_not_have(strategy: str, homes: str) -> None:
+    other = {"whole": "sharded", "sharded": "whole"}[homes]
+    assert LaerConfig(strategy=strategy, expert_homes=other).homes == other
+    with pytest.raises(ValueError, match=f"expert_homes='{homes}' does not go with strategy='{strategy}'"):
+        LaerConfig(strategy=strategy, expert_homes=homes)
+
+
+def test_homes_of_the_union() -> None:
+    assert LaerConfig(strategy="fsep+llep").homes is None
+    whole = LaerConfig(strategy="fsep+llep", expert_homes="whole")
+    assert (whole.homes, whole.with_strategy("fsep").homes, whole.with_strategy("auto").homes) == (
+        "whole",
+        "sharded",
+        None,
+    )
+    assert whole.with_strategy("auto").with_strategy("fsep+llep") == whole
+    with pytest.raises(ValueError, match="group_size=2"):
+        LaerConfig(strategy="fsep+llep", expert_homes="whole", group_size=2)

@@ -43,7 +43,7 @@ class PlannedTuner(LayerTuner):
         if self._method.place is not None:
             super().observe(loads, plans)
 
-    def _work_out(self, number: int, expected: np.ndarray, hedge: int) -> Version:
+    def _work_out(self, number: int, expected: np.ndarray, recent: list[np.ndarray], hedge: int) -> Version:
         assert self._method.place is not None
         pairs = zip(expected, self._last, strict=True)
         placed = [self._method.place(loads, last, self._setting) for loads, last in pairs]

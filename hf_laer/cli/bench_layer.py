@@ -12,11 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.bench.layer import LayerShape, Measured, measure
+from hf_laer.bench.layer import OURS, LayerShape, Measured, measure
 from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
 from hf_laer.cli.layer_shape import add_shape_arguments, shape_of
 from hf_laer.cli.ranks import joined, write_figures
-from hf_laer.config import AUTO, STRATEGIES
+from hf_laer.config import AUTO
 from hf_laer.profile import read_profile
 
 
@@ -28,7 +28,7 @@ def _native(sizes: BenchWeights) -> Any:
 
 
 ALL_RIVALS: Rivals = {"hf_a2a": _native, **RIVALS}
-CONTENDERS = (*STRATEGIES, AUTO, *ALL_RIVALS)
+CONTENDERS = (*OURS, AUTO, *ALL_RIVALS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -253,6 +253,8 @@ def _settings(args: argparse.Namespace, chosen: Alternative, limit: float | None
     if config.strategy in ("fsep", "fsep+llep"):
         slots = "null  # a quarter spare" if config.slots_per_rank is None else config.slots_per_rank
         lines.append(f"  slots_per_rank: {slots}")
+    if config.expert_homes is not None:
+        lines.append(f"  expert_homes: {config.expert_homes}")
     return [*lines, f"  profile: {args.profile or args.out}"]
 
 
@@ -332,7 +334,7 @@ def _alternatives_table(
         spills = one.strategy in ("llep", "fsep+llep")
         times = [row[f"{name}_ms"] for name in ("predicted", "compute", "tokens", "weights", "hidden")]
         table.add_row(
-            one.strategy,
+            one.shown,
             str(slots),
             f"{config.capacity_factor:g}" if spills else "",
             str(config.min_tokens_per_gemm) if spills else "",

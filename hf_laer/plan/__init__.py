@@ -11,6 +11,7 @@ from .own import OwnPart, gained, holders, own_part
 from .owners import chunk_owners, owner_loads
 from .registry import PLANNERS, get_planner, planner_summary
 from .relocate import flexmoe, flexmoe_placement, smartmoe, smartmoe_owners
+from .replicas import begins_with_owned, llep_ahead, replica_placement, used
 from .shadow import fastermoe, prophet, prophet_placement
 from .shares import even_split, laer
 from .spill import fsep_llep
@@ -33,6 +34,7 @@ __all__ = [
     "Topology",
     "Traffic",
     "balanced_ideal",
+    "begins_with_owned",
     "cheaper",
     "chunk_owners",
     "compile_kernels",
@@ -58,6 +60,7 @@ __all__ = [
     "laer",
     "laer_placement",
     "llep",
+    "llep_ahead",
     "lower_bound",
     "lplb",
     "no_worse_than_ep",
@@ -68,9 +71,11 @@ __all__ = [
     "prophet",
     "prophet_placement",
     "read_topology",
+    "replica_placement",
     "smartmoe",
     "smartmoe_owners",
     "stack_groups",
     "topology",
     "traffic",
+    "used",
 ]

@@ -55,7 +55,7 @@ def laer_placement(
     if not 0 <= hedge_permille <= 1000:
         raise ValueError(f"hedge_permille={hedge_permille} must lie in 0..1000")
     if hedge_permille:
-        loads = _hedged(loads, int(hedge_permille))
+        loads = hedged(loads, int(hedge_permille))
     slots = min(int(slots_per_rank), loads.shape[1])
     width = node_width(ranks_per_node, num_ranks)
     load = loads.sum(axis=0)
@@ -100,7 +100,7 @@ def initial_placement(num_experts: int, num_ranks: int, slots: int, ranks_per_no
 
 
 @kernel
-def _hedged(loads: np.ndarray, permille: int) -> np.ndarray:
+def hedged(loads: np.ndarray, permille: int) -> np.ndarray:
     """Each source's loads drawn towards their mean, in thousandths of a token where that fits."""
     experts = loads.shape[1]
     scale = 1000 if loads.sum() < 1 << 40 else 1

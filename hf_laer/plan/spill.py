@@ -54,6 +54,30 @@ def fsep_llep(
     Raises:
         ValueError: As :func:`exact_split`, or a capacity factor or m below 1.
     """
+    level, plan = level_and_spilled(
+        loads,
+        placement,
+        ranks_per_node,
+        capacity_factor=capacity_factor,
+        min_tokens_per_gemm=min_tokens_per_gemm,
+    )
+    if cost is None or plan is level:
+        return plan
+    return cheaper(plan, level, loads, cost, home="sharded", foreseen=placement)
+
+
+def level_and_spilled(
+    loads: np.ndarray,
+    placement: Placement,
+    ranks_per_node: int | None,
+    *,
+    capacity_factor: float,
+    min_tokens_per_gemm: int,
+) -> tuple[Plan, Plan]:
+    """The exact split's plan, and the one that spills what that leaves; the same one twice where nothing is left.
+
+    For arguments and errors see :func:`fsep_llep`.
+    """
     if not (math.isfinite(capacity_factor) and capacity_factor >= 1) or min_tokens_per_gemm < 1:
         raise ValueError(f"capacity_factor={capacity_factor} and min_tokens_per_gemm={min_tokens_per_gemm}: at least 1")
     loads = check_loads(loads)
@@ -66,10 +90,7 @@ def fsep_llep(
     table, plain, full, spilled, homeless = _solve(loads, slots, width, capacity, least)
     check_homes(loads, homeless)
     level = Plan(placement, Split(*plain))
-    plan = Plan(Placement(table), Split(*full), spilled=int(spilled)) if spilled else level
-    if cost is None or not spilled:
-        return plan
-    return cheaper(plan, level, loads, cost, home="sharded", foreseen=placement)
+    return level, Plan(Placement(table), Split(*full), spilled=int(spilled)) if spilled else level
 
 
 @kernel

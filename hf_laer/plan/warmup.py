@@ -10,6 +10,7 @@ from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .own import gained, holders, own_part
 from .owners import chunk_owners
+from .replicas import begins_with_owned, llep_ahead, replica_placement
 from .spill import fsep_llep
 from .split import fsep
 from .topology import Topology
@@ -19,7 +20,8 @@ def compile_kernels() -> None:
     """Compiles every kernel behind the engine's planners, or loads it from the cache."""
     loads = np.array([[9, 1, 0], [9, 1, 0]], np.int64)
     cost = CostModel(Topology(2, 2), 1, 1, 1)
-    plan = llep(loads, chunk_owners(3, 2), min_tokens_per_gemm=1, imbalance_threshold=1.0, cost=cost)
+    owners = chunk_owners(3, 2)
+    plan = llep(loads, owners, min_tokens_per_gemm=1, imbalance_threshold=1.0, cost=cost)
     own_part(plan, loads, 0)
     held = holders(plan.placement.slots, 3)
     gained(held, held)
@@ -28,4 +30,7 @@ def compile_kernels() -> None:
     fsep(loads, initial_placement(3, 2, 2))
     fsep_llep(loads, initial_placement(3, 2, 2), ranks_per_node=1, min_tokens_per_gemm=1)
     fsep_placement(loads.sum(0), 2, 2)
+    placement = replica_placement(loads.sum(0), owners, 2, 3, min_tokens_per_gemm=1)
+    begins_with_owned(placement, owners)
+    llep_ahead(loads, owners, placement, min_tokens_per_gemm=1, cost=cost)
     predict(fsdp(loads), loads, cost, home="sharded")

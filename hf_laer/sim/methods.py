@@ -30,6 +30,7 @@ class Setting:
         group: Tokens stay inside groups of so many ranks (``laer``, ``fsep`` and ``fsep+llep``); ``None``: all ranks.
         hedge: Thousandths of the expected loads that ``fsep`` and ``fsep+llep`` replace by their mean; a replay
             sets it by how much the forecast has missed.
+        recent: The latest loads ``[1, E]``, for which owners' replicas are placed too; set by a replay.
         guard: Whether ``llep`` falls back to ``ep``, and ``fsep+llep`` to ``fsep``, where spilling is predicted
             not to pay.
     """
@@ -46,6 +47,7 @@ class Setting:
     guard: bool = True
     group: int | None = None
     hedge: int = HEDGE
+    recent: tuple[np.ndarray, ...] = ()
 
     def __post_init__(self) -> None:
         if self.group is not None and (self.group < 1 or self.ranks % self.group):
@@ -166,6 +168,18 @@ def _fsep_llep(loads: np.ndarray, state: object, setting: Setting) -> Plan:
     )
 
 
+def _llep_ahead(loads: np.ndarray, state: object, setting: Setting) -> Plan:
+    return planners.llep_ahead(
+        loads,
+        setting.owners,
+        _placement(state),
+        capacity_factor=setting.capacity_factor,
+        min_tokens_per_gemm=setting.least,
+        ranks_per_node=setting.width,
+        cost=setting.cost if setting.guard else None,
+    )
+
+
 def _laer_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
     return planners.laer_placement(loads, setting.ranks, setting.slots, setting.width)
 
@@ -173,6 +187,21 @@ def _laer_place(loads: np.ndarray, state: object, setting: Setting) -> Placement
 def _fsep_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
     total = loads.sum(axis=0)
     return planners.fsep_placement(total, setting.ranks, setting.slots, setting.width, hedge_permille=setting.hedge)
+
+
+def _replica_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
+    return planners.replica_placement(
+        loads.sum(axis=0),
+        setting.owners,
+        setting.ranks,
+        setting.slots,
+        setting.width,
+        recent=[loads.sum(axis=0) for loads in setting.recent],
+        capacity_factor=setting.capacity_factor,
+        min_tokens_per_gemm=setting.least,
+        cost=setting.cost if setting.guard else None,
+        hedge_permille=setting.hedge,
+    )
 
 
 def _eplb_place(loads: np.ndarray, state: object, setting: Setting) -> Placement:
@@ -212,6 +241,7 @@ METHODS: dict[str, Method] = {
         window=None,
     ),
     "fsep+llep": Method(_fsep_llep, "sharded", _even_start, _fsep_place, window=None, foreseen=True),
+    "fsep+llep:whole": Method(_llep_ahead, "whole", _owned, _replica_place, window=None, foreseen=True),
     "eplb": Method(
         lambda loads, state, s: planners.eplb(loads, _placement(state)),
         "resident",

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_laer.plan import EMPTY, Placement, Plan, Prediction, imbalance, lower_bound, predict
+from hf_laer.plan import EMPTY, Placement, Plan, Prediction, imbalance, lower_bound, predict, used
 from hf_laer.plan.forecast import Forecaster
+from hf_laer.plan.replicas import RECENT
 
 from .methods import Method, Setting, get_method, grouped
 from .trace import Trace
@@ -123,7 +124,8 @@ def _replay_layer(
             due = step > 0 and (method.every or step % setting.interval == 0)
             if due and method.place:
                 if method.window is None:
-                    seen, setting = forecaster.expected(), replace(setting, hedge=forecaster.hedge)
+                    recent = tuple(list(forecaster.history)[: -RECENT - 1 : -1])
+                    seen, setting = forecaster.expected(), replace(setting, hedge=forecaster.hedge, recent=recent)
                 else:
                     seen = loads[max(0, step - method.window(setting)) : step].sum(axis=0)
                 before, state = state, method.place(seen, state, setting)
@@ -146,7 +148,7 @@ def _replay_layer(
 def _costed(method: Method, now: np.ndarray, state: object, setting: Setting, moved: int) -> Plan:
     plan = method.plan(now, state, setting)
     owners = state if isinstance(state, np.ndarray) else setting.owners
-    foreseen = state if method.foreseen and isinstance(state, Placement) else None
+    foreseen = used(state, plan) if method.foreseen and isinstance(state, Placement) else None
     return predict(plan, now, setting.cost, home=method.home, owners=owners, foreseen=foreseen, moved=float(moved))
 
 

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_laer import LaerConfig, patch_model
+from hf_laer.engine import Engine
 from hf_laer.integrations.transformers import get_engine
+from hf_laer.plan import EMPTY
 from tests.models import assert_close, full, tiny_model, tokens
 
 Batch = tuple[int, int]
@@ -26,11 +28,17 @@ def world_mesh() -> Any:
 
 
 def patched(model: nn.Module, **config: Any) -> nn.Module:
-    """The model, patched and sharded over all ranks, with thresholds at which small batches move too."""
-    if config.get("strategy", "").startswith("fsep"):
+    """The model, patched and sharded over all ranks, with thresholds at which small batches move too.
+
+    ``fsep+llep:whole`` is the strategy with experts that live whole with an owner; each rank has room for a replica.
+    """
+    strategy, _, homes = config.get("strategy", "").partition(":")
+    if homes:
+        config |= {"strategy": strategy, "expert_homes": homes}
+    if strategy.startswith("fsep"):
         # As little room as the experts allow: with more, the exact split may level the ranks and nothing moves.
         ranks = config.get("group_size") or dist.get_world_size()
-        config.setdefault("slots_per_rank", -(-num_experts(model) // ranks))
+        config.setdefault("slots_per_rank", -(-num_experts(model) // ranks) + (homes == "whole"))
     settings = {"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0, **config}
     return patch_model(model, LaerConfig(**settings), mesh=world_mesh())
 
@@ -149,4 +157,11 @@ def movement(model: nn.Module) -> dict[str, int]:
         "spilled": sum(record.spilled for record in records),
         "moved": sum(record.moved for record in records),
         "records": len(records),
+        "replicas": replicas(engine),
     }
+
+
+def replicas(engine: Engine) -> int:
+    """Copies beyond the first that the layouts in use foresee, over all layers."""
+    tables = [(placement.slots, tuner._placed_for) for tuner in engine._tuners.values() for placement in tuner.layout]
+    return sum(int((slots != EMPTY).sum()) - loads.shape[1] for slots, loads in tables)

@@ -79,10 +79,16 @@ def _in_turn(strategies: Sequence[str]) -> Any:
     def chosen(config: LaerConfig, layers: Any, *arguments: Any, **keywords: Any) -> dict[str, Choice]:
         settled = choose(config, layers, *arguments, **keywords)
         turns = zip(settled, itertools.cycle(strategies), strict=False)
-        configs = {one: dataclasses.replace(config, strategy=one) for one in strategies if one != FSDP2}
+        configs = {one: dataclasses.replace(config, **settings_of(one)) for one in strategies if one != FSDP2}
         return {name: Choice(strategy, configs.get(strategy), "in turn") for name, strategy in turns}
 
     return chosen
+
+
+def _named(config: LaerConfig, strategy: str) -> LaerConfig:
+    """``fsep+llep:whole`` says where experts live."""
+    name, _, homes = strategy.partition(":")
+    return dataclasses.replace(config, strategy=name, expert_homes=homes or None)
 
 
 def profiles(paths: list[str]) -> str:

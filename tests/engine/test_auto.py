@@ -25,7 +25,7 @@ def test_auto_equals_unpatched(ranks, world_size: int) -> None:
 
 MIXES = {
     "fsdp before fsep": (["fsdp", "fsep"], {}),
-    "all": (["fsep+llep", "fsdp", "fsep", "llep", "ep"], {}),
+    "all": (["fsep+llep:sharded", "fsdp", "fsep+llep:whole", "fsep", "llep", "ep"], {}),
     "checkpointed": (["fsep", "fsdp", "llep"], {"checkpointing": True}),
 }
 

@@ -1,0 +1,149 @@
+"""What rank processes run for experts that live whole with an owner and have replicas ahead of need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_laer.engine import Engine
+from hf_laer.integrations.transformers import get_engine
+from hf_laer.shard.exchange import Unshard, beyond_own
+from tests.engine import cases
+from tests.models import assert_close, full, tiny_model
+from tests.reports.steered import Steered
+
+# Nearly all tokens to the first two experts, which one rank owns; then to the last ones.
+HOT, OTHERS = [0, 1, 0, 1, 0, 1, 0, 2], [4, 3, 4, 3, 4, 3, 4, 0]
+LAYERS = 3
+
+
+@contextmanager
+def waiting_for_layouts() -> Iterator[None]:
+    """Every layout is ready when the next micro-batch asks for it."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Sent:
+    """Experts that were sent for, by when: ahead of their layer, or once its loads were known."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.ahead, self.late = 0, 0
+        unsharder = engine.unsharder
+        expect, start = unsharder.expect, unsharder._start
+
+        def expecting(*args: Any) -> None:
+            before = self.late
+            expect(*args)
+            self.ahead, self.late = self.ahead + self.late - before, before
+
+        def starting(want: Any, table: Any, *args: Any) -> Unshard:
+            assert beyond_own(want.homes, want.table) is not None, "own experts are used where they live"
+            self.late += sum(map(len, table))
+            return start(want, table, *args)
+
+        unsharder.expect, unsharder._start = expecting, starting  # type: ignore[method-assign]
+
+    def drain(self) -> tuple[int, int]:
+        """Ahead and late, since the last time; the same on all ranks."""
+        found, self.ahead, self.late = (self.ahead, self.late), 0, 0
+        return found
+
+
+def drifting(experts: int, checkpointing: str | None = None, optimizer: str = "SGD", **config: Any) -> dict[str, Any]:
+    """Loads that stay, then turn: replicas are foreseen, used, and wrong; equal to the unpatched model throughout.
+
+    Returns:
+        Per step: replicas in the layouts, experts sent ahead and late, and spilled tokens.
+    """
+    changes = {"num_experts": experts, "num_hidden_layers": LAYERS}
+    plain = Steered(tiny_model("qwen3_moe", **changes), [HOT])
+    model = tiny_model("qwen3_moe", **changes)
+    steered = Steered(model, [HOT])
+    slots = -(-experts // dist.get_world_size()) + 1
+    settings = {"strategy": "fsep+llep:whole", "slots_per_rank": slots, "history": 1, "forecast": "last", **config}
+    if checkpointing is not None:
+        settings["recompute"] = checkpointing
+    cases.patched(model, **settings)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = get_engine(model)
+    assert engine is not None
+    sent, found = Sent(engine), []
+    steps = [getattr(torch.optim, optimizer)(one.parameters(), lr=1e-2) for one in (plain.model, model)]
+    with waiting_for_layouts():
+        for step, experts_of in enumerate((HOT, HOT, HOT, OTHERS, OTHERS)):
+            plain.experts = steered.experts = [experts_of]
+            want = plain.gradients(step)
+            _evaluate(model, plain.model, step)
+            sent.drain()
+            model.zero_grad()
+            cases.loss_of(model, cases.batch_of(dist.get_rank(), step)).backward()
+            ahead, late = sent.drain()
+            cases.compare_gradients(model, want)
+            moved = cases.movement(model)
+            found.append({"replicas": moved["replicas"], "ahead": ahead, "late": late, "spilled": moved["spilled"]})
+            for one, named in zip(steps, (plain.model, model), strict=True):
+                _put(named, want)
+                one.step()
+    _same(model, plain.model)
+    return {"steps": found, "unused": engine.unsharder._ahead is None}
+
+
+def _evaluate(model: nn.Module, plain: nn.Module, step: int) -> None:
+    """Uses the layout, and does not learn."""
+    ids = cases.batch_of(dist.get_rank(), step + 50)
+    with torch.no_grad():
+        assert_close(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits, "evaluation")
+    model.train()
+    plain.train()
+
+
+def _put(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
+    """Dense gradients are this rank's; all take the mean, which has been compared."""
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "full_tensor"):
+            parameter.grad = gradients[name].clone()
+
+
+def _same(model: nn.Module, plain: nn.Module) -> None:
+    want = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert_close(full(parameter).detach(), want[name].detach(), name)
+
+
+def even(experts: int, strategy: str) -> tuple[int, int]:
+    """Loads that are level at the owners: what is sent for in a step, ahead and late."""
+    changes = {"num_experts": experts, "num_hidden_layers": LAYERS}
+    model = tiny_model("qwen3_moe", **changes)
+    Steered(model, [list(range(experts))])
+    cases.patched(model, strategy=strategy, slots_per_rank=experts, history=1)
+    engine = get_engine(model)
+    assert engine is not None
+    with waiting_for_layouts():
+        for step in range(3):
+            if step == 2:
+                sent = Sent(engine)
+            ids = torch.full((2, experts), 3)
+            cases.loss_of(model, ids).backward()
+    assert cases.replicas(engine) == 0
+    return sent.drain()
+
+
+def homes_of(**config: Any) -> list[tuple[str | None, int]]:
+    """Where each layer's experts were put, and the dimension that is cut."""
+    model = cases.patched(tiny_model("qwen3_moe"), **config)
+    engine = get_engine(model)
+    assert engine is not None
+    placed = [
+        (layer, home.parameter.placements[-1]) for layer in engine.layers.values() for home in layer.homes.values()
+    ]
+    return sorted({(layer.config.homes, placement.dim) for layer, placement in placed})
