@@ -109,3 +109,9 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: fl
 
 def _is_router(name: str) -> bool:
     return name.endswith(("gate.weight", "router.weight"))
+
+
+def settings_of(strategy: str) -> dict[str, str]:
+    """Of a strategy's name in tests: ``fsep+llep:whole`` says where experts live."""
+    name, _, homes = strategy.partition(":")
+    return {"strategy": name, "expert_homes": homes} if homes else {"strategy": name}

@@ -16,7 +16,7 @@ from hf_laer import LaerConfig, patch_model
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.plan import EMPTY
-from tests.models import assert_close, full, tiny_model, tokens
+from tests.models import assert_close, full, settings_of, tiny_model, tokens
 
 Batch = tuple[int, int]
 UNEVEN: tuple[Batch, ...] = ((3, 7), (1, 5), (2, 9), (2, 4))
@@ -32,13 +32,12 @@ def patched(model: nn.Module, **config: Any) -> nn.Module:
 
     ``fsep+llep:whole`` is the strategy with experts that live whole with an owner; each rank has room for a replica.
     """
-    strategy, _, homes = config.get("strategy", "").partition(":")
-    if homes:
-        config |= {"strategy": strategy, "expert_homes": homes}
-    if strategy.startswith("fsep"):
+    if "strategy" in config:
+        config |= settings_of(config["strategy"])
+    if config.get("strategy", "").startswith("fsep"):
         # As little room as the experts allow: with more, the exact split may level the ranks and nothing moves.
         ranks = config.get("group_size") or dist.get_world_size()
-        config.setdefault("slots_per_rank", -(-num_experts(model) // ranks) + (homes == "whole"))
+        config.setdefault("slots_per_rank", -(-num_experts(model) // ranks) + (config.get("expert_homes") == "whole"))
     settings = {"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0, **config}
     return patch_model(model, LaerConfig(**settings), mesh=world_mesh())
 

@@ -58,10 +58,10 @@ def _held_to(want: dict[str, torch.Tensor], model: nn.Module, step: int) -> None
     compare_gradients(model, want)
 
 
-def unforeseen(how: str) -> None:
+def unforeseen(how: str, homes: str) -> None:
     """What was sent ahead and is not wanted, or is no longer right, is not used."""
     plain, model = (tiny_model("mixtral", num_hidden_layers=LAYERS) for _ in range(2))
-    patched(model, strategy="fsep+llep", **{**SETTINGS, "slots_per_rank": 4})
+    patched(model, strategy=f"fsep+llep:{homes}", **{**SETTINGS, "slots_per_rank": 4 + (homes == "whole")})
     for step in range(2):
         _compared(model, plain, step)
     _CASES[how](model, plain)

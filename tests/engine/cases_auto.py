@@ -18,7 +18,7 @@ from hf_laer.config import FSDP2, STRATEGIES
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.profile import shipped_profile
 from tests.engine import cases
-from tests.models import tiny_model
+from tests.models import settings_of, tiny_model
 
 
 def tune(arguments: list[str]) -> int:
@@ -83,12 +83,6 @@ def _in_turn(strategies: Sequence[str]) -> Any:
         return {name: Choice(strategy, configs.get(strategy), "in turn") for name, strategy in turns}
 
     return chosen
-
-
-def _named(config: LaerConfig, strategy: str) -> LaerConfig:
-    """``fsep+llep:whole`` says where experts live."""
-    name, _, homes = strategy.partition(":")
-    return dataclasses.replace(config, strategy=name, expert_homes=homes or None)
 
 
 def profiles(paths: list[str]) -> str:

@@ -28,7 +28,7 @@ from tests.engine.cases import (
     reference_gradients,
     world_mesh,
 )
-from tests.models import assert_close, full, tiny_model, tokens
+from tests.models import assert_close, full, settings_of, tiny_model, tokens
 
 
 def block_results(
@@ -102,7 +102,8 @@ def replicated(family: str, strategy: str) -> dict[str, int]:
     """HSDP: two replicas of two shards; averaged once, over all four."""
     model = tiny_model(family)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    config = LaerConfig(strategy=strategy, min_tokens_per_gemm=1, imbalance_threshold=1.0, history=1)
+    kind: dict[str, Any] = settings_of(strategy)
+    config = LaerConfig(**kind, min_tokens_per_gemm=1, imbalance_threshold=1.0, history=1)
     patch_model(model, config, mesh=mesh)
     return _two_steps(family, model)
 

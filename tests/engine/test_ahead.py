@@ -31,7 +31,7 @@ def test_a_layer_seen_before_begins_a_pass() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("strategy", ["llep", "fsep", "fsep+llep", "fsdp"])
+@pytest.mark.parametrize("strategy", ["llep", "fsep", "fsep+llep:sharded", "fsdp"])
 def test_travels_once_and_ahead(ranks, strategy: str, checkpointing: bool) -> None:
     """How often weights set out in a step, and how much of it before their layer began."""
     (first, *others) = ranks(3).run(cases_ahead.counted, strategy=strategy, checkpointing=checkpointing)
@@ -45,10 +45,11 @@ def test_travels_once_and_ahead(ranks, strategy: str, checkpointing: bool) -> No
 
 
 @pytest.mark.parametrize("how", ["order", "raises", "eval", "replaced", "in flight"])
-def test_what_was_not_foreseen(ranks, how: str) -> None:
-    ranks(2).run(cases_ahead.unforeseen, how=how)
+@pytest.mark.parametrize("homes", ["sharded", "whole"])
+def test_what_was_not_foreseen(ranks, how: str, homes: str) -> None:
+    ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes)
 
 
 def test_without_prefetch(ranks) -> None:
-    counted = ranks(3).run(cases_ahead.counted, strategy="fsep+llep", checkpointing=False, prefetch=False)[0]
+    counted = ranks(3).run(cases_ahead.counted, strategy="fsep+llep:sharded", checkpointing=False, prefetch=False)[0]
     assert counted["ahead"] == 0

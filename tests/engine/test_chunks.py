@@ -72,7 +72,9 @@ def experts(own: int, dtype: torch.dtype):
     return spec, {name: (full[:own], full[own:]) for name, full in made.items()}
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep+llep"])
+@pytest.mark.parametrize(
+    "strategy", ["llep", "fsep+llep:sharded", pytest.param("fsep+llep:whole", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_equals_unpatched(ranks, family: str, strategy: str) -> None:
     config = {"strategy": strategy, "history": 1, "max_rows_per_rank": 5}

@@ -6,13 +6,16 @@ import pytest
 
 from tests.engine import cases_edges
 
-PLAIN, PLANNED = ("ep", "fsdp"), ("llep", "fsep", "fsep+llep")
+PLAIN, PLANNED = ("ep", "fsdp"), ("llep", "fsep", "fsep+llep:sharded")
+WHOLE = "fsep+llep:whole"
 STRATEGIES = (*PLAIN, *PLANNED)
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [0, 0, 4]], ids=str)
 @pytest.mark.parametrize("routing", ["random", "one expert", "last rank"])
-@pytest.mark.parametrize("strategy", [*(pytest.param(one, marks=pytest.mark.long) for one in PLAIN), *PLANNED])
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(one, marks=pytest.mark.long) for one in (*PLAIN, WHOLE)), *PLANNED]
+)
 def test_routings_and_ranks_without_tokens(ranks, strategy: str, routing: str, counts: list[int]) -> None:
     ranks(3).run(cases_edges.routed, family="qwen3_moe", strategy=strategy, counts=counts, routing=routing, config={})
 
@@ -33,7 +36,7 @@ def test_token_groups(ranks, strategy: str, group_size: int) -> None:
     ranks(4).run(cases_edges.grouped, family="mixtral", strategy=strategy, group_size=group_size)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, WHOLE])
 def test_hsdp_mesh(ranks, strategy: str) -> None:
     ranks(4).run(cases_edges.replicated, family="gpt_oss", strategy=strategy)
 

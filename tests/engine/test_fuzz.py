@@ -37,6 +37,8 @@ def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
     if strategy.startswith("fsep"):
         config["slots_per_rank"] = draw(st.one_of(st.none(), st.integers(share, experts)))
         config["history"] = draw(st.integers(1, 3))
+        if strategy == "fsep+llep" and group is None:
+            config["expert_homes"] = draw(st.sampled_from((None, "whole", "whole", "sharded")))
         config["relayout_interval"] = draw(st.integers(1, 2))
         config["forecast"] = draw(st.sampled_from(FORECASTS))
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import fsep
+from hf_laer.plan import begins_with_owned, chunk_owners, fsep
 from hf_laer.tuner import LayerTuner
 from tests.engine import cases_tuner
 
@@ -154,7 +155,33 @@ def test_memory_goes_on_with_other_ranks() -> None:
     assert copies[0] > copies[1], "the loads seen before are forgotten"
 
 
-def test_late_ranks_keep_the_others_collectives(ranks) -> None:
-    results = ranks(3).run(cases_tuner.late, strategy="fsep+llep")
+def test_memory_of_experts_that_lived_otherwise() -> None:
+    """A layout for slices is none for owners, and the other way round; the loads are remembered."""
+    pool = Held()
+    kinds = {homes: {"strategy": "fsep+llep", "expert_homes": homes} for homes in ("whole", "sharded")}
+    memories = {}
+    for homes, kind in kinds.items():
+        before = tuner(pool, slots_per_rank=4, **kind)
+        for at in range(3):
+            step([before], loads_of(at))
+            pool.work()
+        memories[homes] = before.state_dict()
+    owners = chunk_owners(EXPERTS, RANKS)
+    for saved, taken in itertools.product(kinds, kinds):
+        resumed = tuner(pool, slots_per_rank=4, **kinds[taken])
+        resumed.load_state_dict(memories[saved])
+        assert begins_with_owned(resumed.layout[0], owners) or taken == "sharded"
+        assert len(resumed._forecaster.history) == 3
+        assert resumed.layout[0].slots.tolist() == memories[taken]["placements"][0]
+    # What claims to be for owners and is not.
+    liar = dict(memories["sharded"], homes="whole")
+    resumed = tuner(pool, slots_per_rank=4, **kinds["whole"])
+    resumed.load_state_dict(liar)
+    assert begins_with_owned(resumed.layout[0], owners)
+
+
+@pytest.mark.parametrize("homes", ["sharded", pytest.param("whole", marks=pytest.mark.long)])
+def test_late_ranks_keep_the_others_collectives(ranks, homes: str) -> None:
+    results = ranks(3).run(cases_tuner.late, strategy=f"fsep+llep:{homes}")
     assert all(result == results[0] for result in results)
     assert results[0]["moved"] > 0

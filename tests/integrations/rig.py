@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_laer.config import LaerConfig
 from hf_laer.integrations.bench.fresh import fresh_accelerate
-from tests.models import tiny_model, tokens
+from tests.models import settings_of, tiny_model, tokens
 
 # AdamW divides by sqrt(v) + eps: with the default, gradients of 1e-8 are all rounding, and move weights by a
 # whole lr.
@@ -28,9 +28,13 @@ _REFERENCES: dict[str, dict[str, Any]] = {}
 
 def eager(**settings: Any) -> LaerConfig:
     """A config under which even a tiny batch spills and moves experts."""
+    if "strategy" in settings:
+        settings |= settings_of(settings["strategy"])
     if settings.get("strategy", "").startswith(("fsep", "auto")):
         # As little room as up to 8 experts allow: with more, the exact split may level the ranks and nothing moves.
-        settings.setdefault("slots_per_rank", -(-8 // dist.get_world_size()) if dist.is_initialized() else None)
+        room = -(-8 // dist.get_world_size()) if dist.is_initialized() else None
+        more = room is not None and settings.get("expert_homes") == "whole"
+        settings.setdefault("slots_per_rank", room + 1 if room is not None and more else room)
     return LaerConfig(**{"min_tokens_per_gemm": 1, "imbalance_threshold": 1.0, "history": 1, **settings})
 
 

@@ -7,9 +7,9 @@ import pytest
 from tests.engine import cases_edges
 from tests.integrations import cases_lora
 
-STRATEGIES = ("ep", "llep", "fsep", "fsdp")
+STRATEGIES = ("ep", "llep", "fsep", "fsdp", "fsep+llep:whole")
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
-MOVES = {"llep": "spilled", "fsep": "moved"}
+MOVES = {"llep": "spilled", "fsep": "moved", "fsep+llep:whole": "replicas"}
 RECOMPUTE = (None, "layer", "experts")
 # Every strategy with every family and every kind of recompute, but not all three at once.
 SOME = [

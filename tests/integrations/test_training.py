@@ -16,11 +16,12 @@ STRATEGIES = (
     pytest.param("ep", marks=pytest.mark.long),
     "llep",
     "fsep",
-    "fsep+llep",
+    "fsep+llep:whole",
+    pytest.param("fsep+llep:sharded", marks=pytest.mark.long),
     pytest.param("fsdp", marks=pytest.mark.long),
 )
 ONE_IS_LONG = ("llep", pytest.param("fsep", marks=pytest.mark.long))
-MOVES = {"llep": "spilled", "fsep": "moved", "fsep+llep": "spilled"}
+MOVES = {"llep": "spilled", "fsep": "moved", "fsep+llep:sharded": "spilled", "fsep+llep:whole": "spilled"}
 
 
 def check(ranks, case: Any, strategy: str, **arguments: Any) -> None:

@@ -178,7 +178,7 @@ def every_way(strategy: str) -> None:
     """B38: after a re-layout, each way to run the model gives the unpatched model's logits."""
     rank = dist.get_rank()
     plain, model = (tiny_model("qwen3_moe", num_experts=8) for _ in range(2))
-    patched(model, strategy=strategy, slots_per_rank=4, history=1)
+    patched(model, strategy=strategy, slots_per_rank=4 + strategy.endswith("whole"), history=1)
     for which in (plain, model):
         Steered(which, [(0, 1, 0, 2), (0, 3, 1, 0)])
     first = layouts_of(model)

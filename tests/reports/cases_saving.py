@@ -53,7 +53,7 @@ def shared(strategy: str | None, kind: str = KINDS[1], **settings: Any) -> Share
     """The loop under a strategy, or unpatched; ``auto:fsep,llep`` is ``auto`` that chooses these, layer by layer."""
     if strategy is None:
         return Shared("qwen3_moe", rig.fsdp_plugin(state_dict_type=kind), **settings)
-    name, _, chosen = strategy.partition(":")
+    name, _, chosen = strategy.partition(":") if strategy.startswith("auto") else (strategy, "", "")
     room = {"slots_per_rank": 4} if settings.get("parallelism") else {}
     plugin = rig.fsdp_plugin(LaerFSDPPlugin, state_dict_type=kind, laer=rig.eager(strategy=name, **room))
     if name != "auto":

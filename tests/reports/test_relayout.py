@@ -8,6 +8,7 @@ import pytest
 from tests.reports import cases_relayout
 
 STRATEGIES = ("llep", "fsep")
+BOTH = ("fsep+llep:sharded", "fsep+llep:whole")
 
 
 def test_b19_copies_of_one_expert(ranks) -> None:
@@ -33,12 +34,12 @@ def test_b37_moments_of_moved_experts(ranks, accumulation: int) -> None:
     ranks(2).run(cases_relayout.moved, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("strategy", [*(pytest.param(one, marks=pytest.mark.long) for one in STRATEGIES), "fsep+llep"])
+@pytest.mark.parametrize("strategy", [*(pytest.param(one, marks=pytest.mark.long) for one in STRATEGIES), *BOTH])
 def test_b38_every_way_to_run_after_a_move(ranks, strategy: str) -> None:
     ranks(2).run(cases_relayout.every_way, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsep+llep"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *BOTH])
 def test_b49_evaluation_is_not_counted(ranks, strategy: str) -> None:
     runs = [ranks(2).run(cases_relayout.evaluated, strategy=strategy, evaluations=times) for times in (0, 2)]
     for without, evaluated in zip(*runs, strict=True):

@@ -64,8 +64,18 @@ def test_b84_four_ranks_save_one_and_two_resume(ranks, tmp_path: Path, strategy:
     wanted = ranks(4).run(cases.saves, folder=str(tmp_path), strategy=strategy)[0]
     ways = [("fsep", SHARDED), (None, SHARDED)]
     ranks(1).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
-    ways = [("fsep", SHARDED), ("fsep", FULL), ("llep", FULL), (None, SHARDED)]
+    ways = [("fsep", SHARDED), ("fsep", FULL), ("llep", FULL), ("fsep+llep:whole", SHARDED), (None, SHARDED)]
     ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
+
+
+@pytest.mark.long
+def test_b84_homes_of_the_union(ranks, tmp_path: Path) -> None:
+    """On as many ranks, so that the engine's memory holds layouts of the same size: each kind resumes the other's."""
+    kinds = ("fsep+llep:whole", "fsep+llep:sharded")
+    for saver, other in (kinds, kinds[::-1]):
+        folder = str(tmp_path / other)
+        wanted = ranks(2).run(cases.saves, folder=folder, strategy=saver)[0]
+        ranks(2).run(cases.resumes, folder=folder, ways=[(other, SHARDED), (saver, SHARDED)], wanted=wanted)
 
 
 @pytest.mark.long
