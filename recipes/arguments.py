@@ -28,6 +28,9 @@ class LaerArguments:
         default="auto",
         metadata={"help": "ep, llep, fsep, fsep+llep, fsdp or auto; none trains the unpatched model, to compare."},
     )
+    expert_homes: str | None = field(
+        default=None, metadata={"help": "Of fsep+llep: whole or sharded; none: the faster."}
+    )
     profile: str | None = field(default=None, metadata={"help": "File of hf-laer tune."})
     tokens_per_rank: int | None = field(default=None, metadata={"help": "That auto chooses for."})
     capacity_factor: float | None = field(default=None, metadata={"help": "LLEP's alpha, at least 1."})

@@ -78,6 +78,7 @@ def drifting(experts: int, checkpointing: str | None = None, optimizer: str = "S
     engine = get_engine(model)
     assert engine is not None
     sent, found = Sent(engine), []
+    passed = _passed(engine)
     steps = [getattr(torch.optim, optimizer)(one.parameters(), lr=1e-2) for one in (plain.model, model)]
     with waiting_for_layouts():
         for step, experts_of in enumerate((HOT, HOT, HOT, OTHERS, OTHERS)):
@@ -95,7 +96,21 @@ def drifting(experts: int, checkpointing: str | None = None, optimizer: str = "S
                 _put(named, want)
                 one.step()
     _same(model, plain.model)
-    return {"steps": found, "unused": engine.unsharder._ahead is None}
+    return {"steps": found, "unused": engine.unsharder._ahead is None, "passed": len(passed)}
+
+
+def _passed(engine: Engine) -> list[int]:
+    """Grows with each exchange inside a node, where ranks pose as several."""
+    node, calls = engine.comms.node, []
+    if node is not None:
+        inner = node.all_to_all
+
+        def counted(*args: Any) -> torch.Tensor:
+            calls.append(1)
+            return inner(*args)
+
+        node.all_to_all = counted  # type: ignore[method-assign]
+    return calls
 
 
 def _evaluate(model: nn.Module, plain: nn.Module, step: int) -> None:

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_laer.bench.layer import OURS
 from hf_laer.compute import grouped_gemm
-from hf_laer.config import RECOMPUTE, STRATEGIES
+from hf_laer.config import RECOMPUTE
 from tests.engine import cases, cases_edges
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
@@ -73,7 +74,7 @@ def main() -> int:
     """Runs all and prints a line for each on the first rank; the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--strategies", default=",".join(OURS))
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
     if cuda:
