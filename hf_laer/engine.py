@@ -22,7 +22,7 @@ from hf_laer.comm.routes import depart, make_routes, most_rows
 from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import count
 from hf_laer.compute.spec import ExpertsSpec
-from hf_laer.config import LaerConfig
+from hf_laer.config import AUTO, LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes

@@ -230,10 +230,10 @@ def test_whole_homes_are_never_predicted_slower_than_llep(layer: LayerSizes, ran
 def test_where_experts_live_is_settled_when_layers_are_chosen() -> None:
     config = LaerConfig(strategy="fsep+llep")
     assert config.homes is None
-    chosen = choose(config, {"a": LayerSizes(8, 4096, 14336, 2)}, H200, 2, 2)["a"]
+    chosen = choose(config, {"a": LayerSizes(8, 4096, 14336, 2)}, H200, 2, 2)["a"].config
     assert chosen == dataclasses.replace(config, expert_homes="whole"), "large experts, few ranks"
     grouped = dataclasses.replace(config, group_size=2)
-    assert choose(grouped, {"a": Q128}, H200, 4, 4)["a"].homes == "sharded"
+    assert choose(grouped, {"a": Q128}, H200, 4, 4)["a"].config.homes == "sharded"
     auto = dataclasses.replace(AUTO, expert_homes="sharded")
     found = {one.strategy: one.config for one in alternatives(Q128, H200, 2, 2, auto)}
     assert {name: one.homes for name, one in found.items()} == {

@@ -220,7 +220,7 @@ def _recommend(
 
     share = -(-sizes.experts // ranks)
     slots = sorted({min(sizes.experts, room) for room in (share, share + 1, -(-3 * share // 2), 2 * share)})
-    found = [predicted(tuned(dataclasses.replace(config, strategy=name), predicted, slots)) for name in STRATEGIES]
+    found = [predicted(tuned(config.with_strategy(name), predicted, slots)) for name in STRATEGIES]
     found.append(predicted(config, FSDP2))
     chosen = best(found, ranks)
     console.print(_alternatives_table(found, chosen, sizes, layers, nodes, width, args.tokens))
