@@ -13,6 +13,7 @@ import numpy as np
 from hf_laer import plan as planners
 from hf_laer.plan import EMPTY, Placement, Plan, imbalance
 from hf_laer.plan.forecast import Forecaster
+from hf_laer.plan.replicas import RECENT
 
 from .drift import PRESET_SLOTS, PRESETS, Drift
 from .oracle import lowest_maximum
@@ -65,7 +66,8 @@ def method_table(steps: int = 30, layers: int = 2, sizes: Sequence[int] = (8, RA
     On ``sizes`` ranks in nodes of 8, for the presets and drifts of :func:`drift_table`; slots as there, or a quarter
     more than an even share where that is more. ``lower bound``: no plan has a lower maximum. ``exposed``: expert
     weights that ``fsep+llep`` fetches once the loads are known, which delay the forward, over those that ``llep``
-    fetches; what was placed ahead is not among them.
+    fetches; what was placed ahead is not among them. ``whole``: ``fsep+llep`` with experts that live with an owner, the
+    same of it, and its replicas per rank, of which each takes the way that ``sharded`` slots all take.
     """
     rows = []
     for ranks in sizes:
@@ -78,9 +80,11 @@ def method_table(steps: int = 30, layers: int = 2, sizes: Sequence[int] = (8, RA
                 row[method], row[f"{method} p95"] = float(np.mean(values)), float(np.percentile(values, 95))
             loads = [int(plan.rank_loads.sum()) for plan in seen["ep"]]
             row["lower bound"] = float(np.mean([-(-total // ranks) * ranks / total for total in loads]))
-            spilled = sum(_filled(ours) - _filled(placed) for ours, placed in _pairs(seen, "fsep+llep", "fsep"))
-            fetched = sum(_filled(theirs) - drift.experts for theirs in seen["llep"])
-            row["exposed"] = spilled / max(fetched, 1)
+            fetched = max(sum(_filled(theirs) - drift.experts for theirs in seen["llep"]), 1)
+            for column, ours, placed in (("exposed", "fsep+llep", "fsep"), ("whole exposed", "whole", "foreseen")):
+                row[column] = sum(_filled(one) - _filled(other) for one, other in _pairs(seen, ours, placed)) / fetched
+            del row["foreseen"], row["foreseen p95"]
+            row["replicas"] = float(np.mean([_filled(plan) - drift.experts for plan in seen["foreseen"]])) / ranks
             rows.append(row)
     return rows
 
@@ -105,32 +109,44 @@ def _seen(
     seen: dict[str, list[Plan]] = {}
     for layer in range(layers):
         loads = drift.loads(steps, layer)
-        for step, placement in _layouts(loads, slots):
+        for step, *placements in _layouts(loads, slots):
             if step >= 5:
-                for column, plan in plans_of(loads, step, slots, placement).items():
+                for column, plan in plans_of(loads, step, slots, *placements).items():
                     seen.setdefault(column, []).append(plan)
     return seen
 
 
-def _layouts(loads: np.ndarray, slots: int) -> Iterator[tuple[int, Placement]]:
-    """Step and placement, as the engine's tuner makes it: from the forecast that has missed by least so far.
+def _layouts(loads: np.ndarray, slots: int) -> Iterator[tuple[int, Placement, Placement]]:
+    """Step, and placements of slices and of owners with replicas, as the engine's tuner makes them: from the forecast
+    that has missed by least so far.
 
     Known in time for the next step. (These loads always move, so the tuner never keeps a layout for being level.)
     """
     ranks, experts = loads.shape[1:]
     forecaster, placement = Forecaster(HISTORY), planners.initial_placement(experts, ranks, slots)
+    owners = planners.chunk_owners(experts, ranks)
+    replicas = planners.replica_placement(loads[0, 0] * 0, owners, ranks, slots)
     for step, now in enumerate(loads):
-        yield step, placement
+        yield step, placement, replicas
         forecaster.observe(now.sum(axis=0, keepdims=True))
-        placement = planners.fsep_placement(
-            forecaster.expected()[0], ranks, slots, WIDTH, hedge_permille=forecaster.hedge
-        )
+        expected, hedge = forecaster.expected()[0], forecaster.hedge
+        placement = planners.fsep_placement(expected, ranks, slots, WIDTH, hedge_permille=hedge)
+        recent = [one[0] for one in list(forecaster.history)[: -RECENT - 1 : -1]]
+        told: dict[str, Any] = {"recent": recent, "min_tokens_per_gemm": _least(now), "hedge_permille": hedge}
+        replicas = planners.replica_placement(expected, owners, ranks, slots, WIDTH, **told)
 
 
-def _drift_plans(loads: np.ndarray, step: int, slots: int, placement: Placement) -> dict[str, Plan]:
+def _least(loads: np.ndarray) -> int:
+    """m: 4% of the mean load."""
+    return max(1, int(loads.sum()) * 4 // (len(loads) * 100))
+
+
+def _drift_plans(
+    loads: np.ndarray, step: int, slots: int, placement: Placement, replicas: Placement
+) -> dict[str, Plan]:
     now, ranks = loads[step], loads.shape[1]
     plain = planners.laer_placement(loads[step - 1], ranks, slots, WIDTH, candidates=1)
-    methods = _method_plans(loads, step, slots, placement)
+    methods = _method_plans(loads, step, slots, placement, replicas)
     return {
         "static": planners.fsdp_ep(now, slots),
         "laer": methods["laer"],
@@ -142,17 +158,20 @@ def _drift_plans(loads: np.ndarray, step: int, slots: int, placement: Placement)
     }
 
 
-def _method_plans(loads: np.ndarray, step: int, slots: int, placement: Placement) -> dict[str, Plan]:
+def _method_plans(
+    loads: np.ndarray, step: int, slots: int, placement: Placement, replicas: Placement
+) -> dict[str, Plan]:
     now, (_, ranks, experts) = loads[step], loads.shape
     recent = planners.laer_placement(loads[step - 5 : step].sum(axis=0), ranks, slots, WIDTH)
-    least = max(1, int(now.sum()) * 4 // (ranks * 100))
-    owners = planners.chunk_owners(experts, ranks)
+    least, owners = _least(now), planners.chunk_owners(experts, ranks)
     return {
         "ep": planners.ep(now, owners),
         "llep": planners.llep(now, owners, min_tokens_per_gemm=least, imbalance_threshold=1.0, ranks_per_node=WIDTH),
         "laer": planners.laer(now, recent, WIDTH),
         "fsep": planners.fsep(now, placement, WIDTH),
         "fsep+llep": planners.fsep_llep(now, placement, WIDTH, min_tokens_per_gemm=least),
+        "foreseen": planners.fsep(now, replicas, WIDTH),
+        "whole": planners.llep_ahead(now, owners, replicas, min_tokens_per_gemm=least, ranks_per_node=WIDTH),
     }
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_laer import strategy as planning
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers import get_engine
+from hf_laer.plan import Plan, llep
 from hf_laer.shard.exchange import Unshard, beyond_own
 from tests.engine import cases
 from tests.models import assert_close, full, tiny_model
@@ -133,6 +136,37 @@ def _same(model: nn.Module, plain: nn.Module) -> None:
     want = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         assert_close(full(parameter).detach(), want[name].detach(), name)
+
+
+def refused(checkpointing: bool) -> list[tuple[int, int]]:
+    """Every other plan does without the replicas that are on their way, as a cost model may want it; equal throughout.
+
+    Returns:
+        Per step, experts sent ahead and late.
+    """
+    changes = {"num_experts": 6, "num_hidden_layers": LAYERS}
+    plain, model = Steered(tiny_model("qwen3_moe", **changes), [HOT]), tiny_model("qwen3_moe", **changes)
+    Steered(model, [HOT])
+    cases.patched(model, strategy="fsep+llep:whole", history=1)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = get_engine(model)
+    assert engine is not None
+    sent, found, made, ahead = Sent(engine), [], [], planning.llep_ahead
+
+    def alternating(loads: Any, owners: Any, placement: Any, **settings: Any) -> Plan:
+        made.append(loads)
+        settings.pop("cost")
+        return llep(loads, owners, **settings) if len(made) % 2 else ahead(loads, owners, placement, **settings)
+
+    with waiting_for_layouts(), mock.patch.object(planning, "llep_ahead", alternating):
+        for step in range(4):
+            want = plain.gradients(step)
+            model.zero_grad()
+            cases.loss_of(model, cases.batch_of(dist.get_rank(), step)).backward()
+            cases.compare_gradients(model, want)
+            found.append(sent.drain())
+    return found
 
 
 def even(experts: int, strategy: str) -> tuple[int, int]:

@@ -39,9 +39,17 @@ def test_drifting_loads(ranks, way: str) -> None:
         assert all(step["ahead"] == 0 for step in first["steps"])
 
 
-@pytest.mark.parametrize("strategy", ["fsep+llep:whole"])
-def test_nothing_travels_where_nothing_is_won(ranks, strategy: str) -> None:
-    assert ranks(3).run(cases.even, experts=6, strategy=strategy) == [(0, 0)] * 3
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_replicas_that_a_plan_does_without(ranks, checkpointing: bool) -> None:
+    """What is on its way and not wanted is waited for and dropped, by every rank alike."""
+    (first, other) = ranks(2).run(cases.refused, checkpointing=checkpointing)
+    assert first == other
+    assert all(ahead > 0 for ahead, _ in first[1:])
+    assert all(late > 0 for _, late in first)
+
+
+def test_nothing_travels_where_nothing_is_won(ranks) -> None:
+    assert ranks(3).run(cases.even, experts=6, strategy="fsep+llep:whole") == [(0, 0)] * 3
 
 
 def test_where_experts_are_put(ranks) -> None:

@@ -98,6 +98,10 @@ def test_what_is_spilled_late_is_little():
         assert row["fsep+llep"] <= 1.05, row
         assert row["fsep+llep p95"] <= 1.15, row
         assert row["exposed"] < 0.1 or name == "8e-top2" or rho == "0.5", row
+        # Owners and replicas do with fewer slots that travel.
+        assert row["whole"] <= 1.05, row
+        assert row["whole exposed"] < (0.2 if "switches" in str(rho) else 0.1) or rho == "0.5", row
+        assert row["replicas"] < float(str(row["ranks x slots"]).split(" x ")[1]), row
         assert row["lower bound"] <= row["fsep+llep"] <= row["ep"]
 
 
