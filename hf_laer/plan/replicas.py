@@ -28,8 +28,8 @@ from .validate import check_history, check_owners, check_room, node_width
 HALVINGS = 3
 # More replicas must promise so much less time, as they cost what is not modelled: kernels, and memory.
 WORTH = 1.005
-# So many of the latest micro-batches are to be served well, beside the forecast. With two rather than four, three to
-# six times as many weights had to be spilled where loads drift.
+# So many of the latest micro-batches are to be served well, beside the forecast. With two rather than four, up to four
+# times as many weights had to be spilled where loads change much.
 RECENT = 4
 
 
