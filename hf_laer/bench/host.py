@@ -18,7 +18,7 @@ from hf_laer.bench.rivals import BenchWeights, Products, Whole
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import communicators
 from hf_laer.comm.watch import Watch
-from hf_laer.config import FSDP2, STRATEGIES
+from hf_laer.config import FSDP2, STRATEGIES, UNION
 from hf_laer.profile import Curve, Profile, fit_line, shipped_profile
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -198,9 +198,11 @@ def _row_flops(sizes: BenchWeights) -> int:
 def _host_seconds(strategy: str, device: torch.device, dtype: torch.dtype) -> float:
     """A layer so small that the host and the exchanges' latencies are all there is.
 
-    Of one that is left to FSDP2, without FSDP2's part: that is done for the rest of the decoder layer anyway.
+    Of one that is left to FSDP2, without FSDP2's part: that is done for the rest of the decoder layer anyway. Where
+    experts may live whole, that is ``llep``'s; here they are sharded.
     """
-    return measure(_smallest(), strategy, "balanced", device, dtype, REPEATS, {FSDP2: Whole}).step_ms / 1e3
+    name = f"{UNION}:sharded" if strategy == UNION else strategy
+    return measure(_smallest(), name, "balanced", device, dtype, REPEATS, {FSDP2: Whole}).step_ms / 1e3
 
 
 def _spill_seconds(device: torch.device, dtype: torch.dtype) -> float:

@@ -15,12 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_laer.bench.exchanges import Stopwatch
+from hf_laer.bench.models import asked
 from hf_laer.bench.planned import PLANNED, PlannedEngine
 from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
 from hf_laer.bench.routing import changes, routings
 from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.spec import ExpertsSpec
-from hf_laer.config import AUTO, FIXED_HOMES, HOMES, STRATEGIES, UNION, LaerConfig
+from hf_laer.config import AUTO, UNION, LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.plan.types import imbalance
 from hf_laer.profile import Profile
@@ -31,8 +32,6 @@ LAYERS = {
     "q128": {"experts": 128, "hidden": 2048, "intermediate": 768, "top_k": 8},
     "m8": {"experts": 8, "hidden": 4096, "intermediate": 14336, "top_k": 2},
 }
-# Strategies, and the one that has a choice with each place where experts may live.
-OURS = (*STRATEGIES, *(f"{UNION}:{homes}" for homes in HOMES))
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Bench:
 
     def contender(self, name: str) -> Contender:
         """The contender of that name, ready to run. Collective where it has to be made."""
-        strategy, homes = _asked(name)
+        strategy, homes = asked(name)
         key = f"home {homes}" if homes is not None else name
         if key not in self._made:
             self._made[key] = self._rival(name) if name in self._rivals else self._ours(name)
@@ -215,15 +214,9 @@ class Bench:
             config = LaerConfig(strategy="fsep", **settings)
             return PlannedEngine(name, config, ranks_per_node=ranks, profile=self._profile)
         # Any strategy of the kind: a layer's is set when it runs; one that exchanges tokens makes their group.
-        strategy, homes = _asked("fsep" if name == "fsdp" else name)
+        strategy, homes = asked("fsep" if name == "fsdp" else name)
         config = LaerConfig(strategy=strategy, expert_homes=homes if strategy == UNION else None, **self._settings)
         return Engine(config, ranks_per_node=ranks, profile=self._profile)
-
-
-def _asked(name: str) -> tuple[str, str | None]:
-    """A contender's strategy, and where its experts live if the name says it."""
-    strategy, _, homes = name.partition(":")
-    return strategy, homes or FIXED_HOMES.get(strategy)
 
 
 class Batch:

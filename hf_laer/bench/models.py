@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_laer.config import AUTO, FSDP2, STRATEGIES
+from hf_laer.config import AUTO, FIXED_HOMES, FSDP2, HOMES, STRATEGIES, UNION
 
 NATIVE = "native_ep"
-CONTENDERS = (*STRATEGIES, AUTO, FSDP2, NATIVE)
+# Strategies, and the one that has a choice with each place where experts may live.
+OURS = (*STRATEGIES, *(f"{UNION}:{homes}" for homes in HOMES))
+CONTENDERS = (*OURS, AUTO, FSDP2, NATIVE)
 _QWEN3: dict[str, Any] = {
     "family": "qwen3_moe",
     "vocab_size": 151936,
@@ -113,3 +115,9 @@ class Job:
     checkpointing: bool
     attention: str | None
     laer: dict[str, Any]
+
+
+def asked(name: str) -> tuple[str, str | None]:
+    """The strategy of a contender in ``OURS``, and where its experts live if that is given."""
+    strategy, _, homes = name.partition(":")
+    return strategy, homes or FIXED_HOMES.get(strategy)

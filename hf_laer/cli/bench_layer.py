@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.bench.layer import OURS, LayerShape, Measured, measure
+from hf_laer.bench.layer import LayerShape, Measured, measure
+from hf_laer.bench.models import OURS
 from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
 from hf_laer.cli.layer_shape import add_shape_arguments, shape_of
 from hf_laer.cli.ranks import joined, write_figures
@@ -35,17 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``hf-laer bench layer``."""
     add_shape_arguments(parser)
     parser.add_argument("--contenders", default="ep,llep,fsep,fsdp_gather,gemm", help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument(
+        "--layers", type=int, default=1, help="so many in a row, so that experts can travel ahead; no rivals then"
+    )
     parser.add_argument("--profile", type=Path, help="of hf-laer tune; auto and spilling go by it")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measures, prints a table on the first rank."""
-    shape = shape_of(args)
+    shape = replace(shape_of(args), layers=args.layers)
     contenders, scenarios = args.contenders.split(","), args.routing.split(",")
     unknown = [name for name in contenders if name not in CONTENDERS]
     if unknown:
         raise ValueError(f"--contenders {', '.join(unknown)} unknown; known: {', '.join(CONTENDERS)}")
+    rivals = [name for name in contenders if name in ALL_RIVALS]
+    if args.layers < 1 or (args.layers > 1 and rivals):
+        raise ValueError(f"--layers {args.layers}: at least 1, and rivals ({', '.join(rivals)}) run one layer alone")
     profile = read_profile(args.profile) if args.profile else None
     with joined() as device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -65,7 +73,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _table(shape: LayerShape, rows: list[Measured], device: torch.device) -> Table:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     title = (
-        f"E {shape.experts} H {shape.hidden} I {shape.intermediate} K {shape.top_k}, {shape.tokens} tokens per rank, "
+        f"{shape.layers} x E {shape.experts} H {shape.hidden} I {shape.intermediate} K {shape.top_k}, "
+        f"{shape.tokens} tokens per rank, "
         f"{dist.get_world_size()} x {where}, torch {torch.__version__}"
     )
     table = Table(title=title, caption="ceiling: the same contender's balanced step; gemm: the products alone")

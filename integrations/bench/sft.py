@@ -25,7 +25,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_laer.bench.models import FSDP2, MODELS, NATIVE, Job
+from hf_laer.bench.models import FSDP2, MODELS, NATIVE, Job, asked
 from hf_laer.bench.routing import changes, routings
 from hf_laer.config import AUTO, LaerConfig
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
@@ -166,7 +166,8 @@ def _prepared(
 
 
 def _config(job: Job, contender: str) -> LaerConfig:
-    return LaerConfig(strategy=contender, tokens_per_rank=job.rows * job.length, **job.laer)
+    strategy, homes = asked(contender)
+    return LaerConfig(strategy=strategy, expert_homes=homes, tokens_per_rank=job.rows * job.length, **job.laer)
 
 
 def _native(job: Job, device: torch.device, folder: Path) -> Any:

@@ -17,7 +17,7 @@ from hf_laer.cli.main import main
 from tests.models import assert_close
 
 SMALL = ["--experts", "6", "--hidden", "8", "--intermediate", "12", "--top-k", "2", "--tokens", "32"]
-WHO = ["--contenders", "auto,llep,fsep+llep,hf_a2a,fsdp_gather,gemm"]
+WHO = ["--contenders", "auto,llep,fsep+llep,fsep+llep:whole,hf_a2a,fsdp_gather,gemm"]
 
 
 def run_command(path: str) -> int:
@@ -66,7 +66,7 @@ def test_bench_layer(ranks, tmp_path: Path) -> None:
     path = tmp_path / "layer.json"
     assert ranks(2).run(run_command, path=str(path)) == [0, 0]
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 24
+    assert len(rows) == 28
     assert all(row["step_ms"] > 0 for row in rows)
     hot = next(row for row in rows if row["contender"] == "llep" and row["routing"] == "80:2")
     assert hot["imbalance_before"] > 1.3
@@ -115,7 +115,9 @@ def test_balanced_routing_is_balanced() -> None:
     assert len({tuple(c.reshape(-1).tolist()) for c in chosen}) == 8
 
 
-@pytest.mark.parametrize("arguments", [["--routing", "80:1"], ["--routing", "often"], ["--contenders", "us"]])
+@pytest.mark.parametrize(
+    "arguments", [["--routing", "80:1"], ["--routing", "often"], ["--contenders", "us"], ["--layers", "2"]]
+)
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "layer", *SMALL, *arguments]) == 2
     assert arguments[1] in capsys.readouterr().err

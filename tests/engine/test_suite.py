@@ -33,13 +33,13 @@ def test_layers_are_measured_once(ranks, tmp_path: Path) -> None:
     parts = ["--parts", "figure4,sweep,relayout"]
     assert ranks(2).run(cases_suite.suite_command, seconds=150, out=str(tmp_path), flags=parts) == [0, 0]
     cells = by_name(tmp_path)
-    assert len(cells) == 3 + 5 + 3 * 3 + 1 + 6
+    assert len(cells) == 3 + 5 + 3 * 3 + 1 + 7
     assert not [cell["skipped"] for cell in cells.values() if cell["skipped"]]
     hot = {row["contender"]: row for row in cells["figure4 tiny 80:2 ep llep"]["rows"]}
     assert set(hot) == {"ep", "llep"}
     # Six experts each, 80% of the choices on two of the first rank's, the rest even over ten.
     assert hot["ep"]["imbalance_before"] == pytest.approx(2 * (0.8 + 0.2 * 4 / 10), rel=0.03)
-    for planner in ("fsdp_ep", "flexmoe", "laer", "fsep", "fsep+llep", "llep"):
+    for planner in ("fsdp_ep", "flexmoe", "laer", "fsep", "fsep+llep:sharded", "fsep+llep:whole", "llep"):
         (row,) = cells[f"relayout 8 experts, top-2 drift:0.9:0.7 {planner}"]["rows"]
         assert row["contender"] == planner
         assert row["exchange_ms"] > 0

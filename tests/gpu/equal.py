@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_laer.bench.layer import OURS
+from hf_laer.bench.models import OURS
 from hf_laer.compute import grouped_gemm
 from hf_laer.config import RECOMPUTE
 from tests.engine import cases, cases_edges

@@ -25,7 +25,7 @@ from hf_laer.sim.published import LAYERS, SHARES, Layer
 # One prepared contender of ``hf-laer bench sft``, which trains under one routing after another.
 Trainer = Callable[[Job, str, Sequence[str], torch.device], list[dict[str, Any]]]
 OURS = ("ep", "llep")
-RELAYOUT = ("fsdp_ep", "flexmoe", "laer", "fsep", "fsep+llep", "llep")
+RELAYOUT = ("fsdp_ep", "flexmoe", "laer", "fsep", "fsep+llep:sharded", "fsep+llep:whole", "llep")
 MODEL = (AUTO, FSDP2, NATIVE)
 
 
