@@ -120,6 +120,7 @@ class Engine:
         reduce_dtype: torch.dtype | None = None,
         leave: Collection[str] = (),
         looped: Collection[str] = (),
+        checkpointed: bool = False,
     ) -> list[MoELayer]:
         """Settles how each layer runs, before anything is sharded. Collective over the world.
 
@@ -129,6 +130,7 @@ class Engine:
             reduce_dtype: See :meth:`attach`.
             leave: Layers that may be left to FSDP2, which is about to shard the model.
             looped: Those whose own implementation runs expert by expert.
+            checkpointed: Whether layers are recomputed in backward.
 
         Returns:
             The layers that are left to FSDP2 and no longer the engine's.
@@ -148,8 +150,9 @@ class Engine:
             memory = min(other["memory"] for other in everyone)
             self.profile = replace(shipped_profile(str(everyone[0]["device"])), memory_bytes=memory)
         if self.config.homes is None:
+            recompute = self.config.recompute if checkpointed else "none"
             dtypes = self.compute_dtype or compute_dtype, self.reduce_dtype or reduce_dtype
-            sizes = {name: layer.sizes(*dtypes, name in looped) for name, layer in self.layers.items()}
+            sizes = {name: layer.sizes(*dtypes, recompute, name in looped) for name, layer in self.layers.items()}
             world = mesh.size(mesh.ndim - 1), self.ranks_per_node
             tokens, log = self.expected_tokens, dist.get_rank() == 0
             self.choices = choose(self.config, sizes, self.profile, *world, tokens, log, leave)

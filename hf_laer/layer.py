@@ -170,7 +170,11 @@ class MoELayer:
         return 0 if self._rerouted is None else int(self._rerouted)
 
     def sizes(
-        self, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None = None, looped: bool = False
+        self,
+        dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None = None,
+        recompute: str = "none",
+        looped: bool = False,
     ) -> LayerSizes:
         """What predictions need of it; ``dtype`` of compute and of gradients on their way, or the parameters'."""
         up, down = (self.homes[name] for name in (self.spec.up, self.spec.down))
@@ -179,8 +183,8 @@ class MoELayer:
         top_k = min(self.spec.top_k or USUAL_TOP_K, self.spec.num_experts)
         value_bytes = (dtype or down.parameter.dtype).itemsize
         gated = width == 2 * intermediate
-        reduce_bytes = (reduce_dtype or down.parameter.dtype).itemsize
-        kind = gated, value_bytes, reduce_bytes, looped
+        reduce_bytes = (reduce_dtype or down.parameter.dtype).itemsize if self.trained else 0
+        kind = gated, value_bytes, reduce_bytes, recompute, looped
         return LayerSizes(self.spec.num_experts, self.spec.hidden_size, intermediate, top_k, *kind)
 
     def versions(self) -> list[int]:

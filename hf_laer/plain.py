@@ -53,4 +53,4 @@ def fsdp2(loads: np.ndarray, cost: CostModel, alone: bool) -> Prediction:
 def _peak(rows: np.ndarray, cost: CostModel, experts: int) -> np.ndarray:
     """float64 ``[N]``: all experts of this layer and of the next one, gradients of all, and the rows' activations."""
     per_token = (3 * cost.hidden + (5 if cost.gated else 2) * cost.intermediate) * cost.value_bytes
-    return 3.0 * experts * cost.expert_bytes + rows * float(per_token)
+    return (2.0 if cost.is_frozen else 3.0) * experts * cost.expert_bytes + rows * float(per_token)

@@ -174,6 +174,40 @@ def test_what_fsdp2_reduces_in_float32_takes_longer() -> None:
         assert other.compute == one.compute
 
 
+def test_recomputed_layers_cost_more() -> None:
+    kinds = {kind: dataclasses.replace(G128, recompute=kind) for kind in ("none", "layer", "experts")}
+
+    def found(kind: str, strategy: str) -> Alternative:
+        return alternatives(kinds[kind], H200, 2, 2, AUTO, tokens=8192, strategies=[strategy])[0]
+
+    for strategy in ("llep", "fsdp2"):
+        plain, layer, experts = (found(kind, strategy) for kind in kinds)
+        assert layer.compute == experts.compute == pytest.approx(plain.compute * 4 / 3)
+    ours = [found(kind, "ep").tokens for kind in kinds]
+    assert ours[1] == pytest.approx(1.5 * ours[0])
+    assert ours[2] == ours[0]
+    sent = [found(kind, "fsdp2").hidden + found(kind, "fsdp2").weights for kind in kinds]
+    assert sent == pytest.approx([sent[0]] * 3), "they stay unsharded for the backward"
+    small = {kind: dataclasses.replace(SMALL_QWEN3, recompute=kind) for kind in kinds}
+    hosts = [alternatives(one, H200, 2, 2, AUTO, tokens=64, strategies=["ep", "fsdp2"]) for one in small.values()]
+    seconds = [[1e3 * one.seconds for one in row] for row in hosts]
+    assert np.allclose(seconds, [[6, 1.5], [9.6, 2.4], [6, 2.4]])
+
+
+def test_frozen_experts_send_no_gradients() -> None:
+    frozen = dataclasses.replace(G128, reduce_bytes=0)
+    for strategy in ("fsep", "fsdp2"):
+        (one,) = alternatives(frozen, H200, 2, 2, AUTO, tokens=8192, strategies=[strategy], alone=True)
+        (other,) = alternatives(G128, H200, 2, 2, AUTO, tokens=8192, strategies=[strategy], alone=True)
+        assert one.compute == pytest.approx(other.compute * 2 / 3)
+        assert one.weights == pytest.approx(other.weights * 2 / 3)
+        assert one.peak_bytes < other.peak_bytes
+    # 12 GiB of weights on each of two ranks, or 102 GiB with gradients and moments.
+    tight = dataclasses.replace(H200, memory_bytes=80 * 2**30)
+    fits = [alternatives(one, tight, 2, 2, AUTO, layers=4, strategies=["ep"])[0].fits for one in (frozen, G128)]
+    assert fits == [True, False]
+
+
 def test_experts_that_run_one_by_one_cost_the_host_each() -> None:
     looped = dataclasses.replace(SMALL_QWEN3, looped=True)
     (one,) = alternatives(looped, H200, 2, 2, AUTO, tokens=4096, strategies=["fsdp2"])

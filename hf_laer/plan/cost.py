@@ -36,7 +36,8 @@ class CostModel:
             alone.
         other_seconds: Forward time of the rest of a transformer layer, under which weights can travel too.
         max_rows_per_rank: The engine computes at most so many rows at a time, which bounds memory.
-        reduce_bytes: Bytes of a weight gradient's value on its way; ``None`` means ``value_bytes``.
+        reduce_bytes: Bytes of a weight gradient's value on its way; ``None`` means ``value_bytes``, 0 that weights are
+            frozen and have no gradients.
 
     Raises:
         ValueError: A size is below 1, or an unknown ``recompute``.
@@ -88,12 +89,18 @@ class CostModel:
     @property
     def computes(self) -> int:
         """Expert passes per micro-batch, a backward counting twice a forward."""
-        return (3 + (self.recompute != "none")) if self.training else 1
+        return (3 - self.is_frozen + (self.recompute != "none")) if self.training else 1
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether weights have no gradients."""
+        return self.reduce_bytes == 0
 
     @property
     def weight_trips(self) -> float:
         """Weight transfers per micro-batch: to the slots, again for backward, gradients home in their own dtype."""
-        return 2 + (self.reduce_bytes or self.value_bytes) / self.value_bytes if self.training else 1
+        reduced = self.value_bytes if self.reduce_bytes is None else self.reduce_bytes
+        return 2 + reduced / self.value_bytes if self.training else 1
 
     @cached_property
     def figures(self) -> np.ndarray:
@@ -267,7 +274,8 @@ def _packing_seconds(received: np.ndarray, given: np.ndarray, cost: CostModel) -
 
 def peak_bytes(plan: Plan, rows: Traffic, cost: CostModel) -> np.ndarray:
     """float64 ``[N]``: unsharded weights, their gradients, received rows and the products' activations."""
-    held = (plan.placement.slots != EMPTY).sum(axis=1) * float(cost.expert_bytes) * (2 if cost.training else 1)
+    held = (plan.placement.slots != EMPTY).sum(axis=1) * float(cost.expert_bytes)
+    held *= 2 if cost.training and not cost.is_frozen else 1
     tokens = plan.rank_loads
     if cost.max_rows_per_rank is not None:
         tokens = np.minimum(tokens, cost.max_rows_per_rank)

@@ -84,8 +84,14 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
     else:
         arguments = attach_arguments(accelerator, model, engine)
         dtypes = {name: arguments[name] for name in ("compute_dtype", "reduce_dtype")}
-        leave, looped = leavable(accelerator.state.fsdp_plugin, model, engine), looped_layers(engine)
-        left = engine.settle(arguments["mesh"], leave=leave, looped=looped, **dtypes)
+        plugin = accelerator.state.fsdp_plugin
+        left = engine.settle(
+            arguments["mesh"],
+            **dtypes,
+            leave=leavable(plugin, model, engine),
+            looped=looped_layers(engine),
+            checkpointed=is_checkpointed(plugin, model),
+        )
         with _left_alone(model, engine, left):
             model = _shard_around(engine, lambda: _sharded(original, accelerator, model), **arguments)
     settle_adapters(model)
@@ -124,6 +130,12 @@ def leavable(plugin: Any, model: nn.Module, engine: Engine) -> set[str]:
         return set()
     adapted = {wrapper.get_base_layer() for wrapper in adapted_experts(model).values()}
     return {name for name, layer in engine.layers.items() if layer.module not in adapted}
+
+
+def is_checkpointed(plugin: Any, model: nn.Module) -> bool:
+    """Whether activations are recomputed in backward, by Accelerate's wrappers or Transformers' switch."""
+    switched = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return bool(getattr(plugin, "activation_checkpointing", False)) or switched
 
 
 def looped_layers(engine: Engine) -> set[str]:

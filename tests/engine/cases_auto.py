@@ -12,13 +12,16 @@ from unittest import mock
 import torch.distributed as dist
 
 from hf_laer import LaerConfig, patch_model
-from hf_laer.choice import Choice, choose
+from hf_laer.choice import Choice, LayerSizes, choose
 from hf_laer.cli.main import main
 from hf_laer.config import FSDP2, STRATEGIES
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.profile import shipped_profile
 from tests.engine import cases
 from tests.models import settings_of, tiny_model
+
+# What was last chosen for, inside `choosing` of several.
+ASKED: list[LayerSizes] = []
 
 
 def tune(arguments: list[str]) -> int:
@@ -77,6 +80,7 @@ def choosing(strategies: Sequence[str]) -> Iterator[None]:
 
 def _in_turn(strategies: Sequence[str]) -> Any:
     def chosen(config: LaerConfig, layers: Any, *arguments: Any, **keywords: Any) -> dict[str, Choice]:
+        ASKED[:] = layers.values()
         settled = choose(config, layers, *arguments, **keywords)
         turns = zip(settled, itertools.cycle(strategies), strict=False)
         configs = {one: dataclasses.replace(config, **settings_of(one)) for one in strategies if one != FSDP2}

@@ -20,7 +20,7 @@ from hf_laer.integrations.accelerate import LaerFSDPPlugin, hook
 from hf_laer.integrations.accelerate.resume import save_state
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.integrations.trl import LaerCallback
-from tests.engine.cases_auto import choosing
+from tests.engine.cases_auto import ASKED, choosing
 from tests.integrations import cases, rig, rig_trl
 from tests.models import assert_close, gradients, tiny_model
 
@@ -146,8 +146,11 @@ def failed_sharding() -> None:
         assert all(layer.module.config._experts_implementation == "hf_laer" for layer in engine.layers.values())
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
     with rig.fresh_accelerate(), choosing(["fsdp2", "llep"]):
         run = rig.Loop("qwen3_moe", made, model=model)
+        assert {one.reduce_bytes for one in ASKED} == {0}, "frozen"
         assert [choice.strategy for choice in engine.choices.values()] == ["fsdp2", "llep", "fsdp2"]
         run.train(1)
 
@@ -184,6 +187,9 @@ def trains(folder: str, strategies: list[str], **settings: Any) -> list[tuple[st
     with rig.fresh_accelerate(), choosing(strategies):
         ours = rig_trl.run_sft(folder, "qwen3_moe", [callback], sizes=sizes, **settings)
     rig.assert_same(ours, theirs)
+    if len(strategies) > 1:
+        wanted = "layer" if settings.get("gradient_checkpointing") else "none"
+        assert [(one.recompute, one.looped, one.reduce_bytes) for one in ASKED] == [(wanted, True, 4)] * 3
     run = {record.layer for record in callback.records}
     assert run == {name for name, choice in callback.choices.items() if choice.config is not None}
     assert all(("laer/spilled" in log) == bool(run) for log in ours["logs"])
