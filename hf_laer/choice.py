@@ -297,7 +297,8 @@ def _reason(chosen: Alternative, found: Sequence[Alternative], ranks: int) -> st
     # Plain FSDP2 is what is asked about first.
     other = min(others, key=lambda one: (one.strategy != FSDP2, one.seconds))
     large = "" if other.fits else ", too large"
-    return f"{1e3 * chosen.seconds:.3g} ms, {other.strategy} {1e3 * other.seconds:.3g}{large}"
+    ours, theirs = (f"{ms:.3g}" if ms < 100 else f"{ms:.0f}" for ms in (1e3 * one.seconds for one in (chosen, other)))
+    return f"{ours} ms, {other.strategy} {theirs}{large}"
 
 
 def _log(sizes: LayerSizes, count: int, found: list[Alternative], chosen: Alternative, profile: Profile) -> None:

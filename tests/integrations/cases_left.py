@@ -24,7 +24,6 @@ from tests.engine.cases_auto import ASKED, choosing
 from tests.integrations import cases, rig, rig_trl
 from tests.models import assert_close, gradients, tiny_model
 
-
 LAER = ("check_collectives", "prefetch", "slots_per_rank")
 WRAPPED = "_checkpoint_wrapped_module."
 

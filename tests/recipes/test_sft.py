@@ -76,7 +76,7 @@ def test_auto_leaves_a_model_to_fsdp2(model: Path, tmp_path: Path) -> None:
     command += ["--model_name_or_path", str(model), "--max_steps", "2", "--rows_per_domain", "16"]
     command += ["--profile", str(tmp_path / "profile.json")]
     text = run([*command, "--require_moves", "false"])
-    assert len(re.findall(r"layers\.\d +│ fsdp2 .* ms, ep 1e\+03", text)) == 3
+    assert len(re.findall(r"layers\.\d +│ fsdp2 .* ms, ep 1600", text)) == 3, text
     assert "auto left every MoE layer to FSDP2" in text
     assert (output / "final" / "model.safetensors").exists()
     assert "imbalance" not in text.split("Expert load")[0]
