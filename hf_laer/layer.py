@@ -262,7 +262,7 @@ class MoELayer:
         coming = self._begin(run, dtype, rows.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         self.engine.expect(run.before, dtype, rows.device, era)
-        grad_rows, weights = dispatching.wait(), self.engine.unsharder.finish(coming)
+        weights = self.engine.unsharder.finish(coming)
         chunks, wanted = chunks_of(routes.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
         gone: list[tuple[Combining, torch.Tensor]] = []
@@ -278,13 +278,16 @@ class MoELayer:
             routes.source_row,
             up,
             routes.gates,
-            grad_rows,
+            dispatching.wait,
             chunks,
             wanted,
             terms,
             not retained,
             rows_known,
         )
+        if up is not None and not retained:
+            # Its gradient stands there, done with; autograd would hold it while the weights' gradients are packed.
+            up.untyped_storage().resize_(0)
         self._send_home(run, grads.weights, share)
         ((combining, grad_gates),) = gone
         grad_hidden = combining.finish(dtype, 1 / share)

@@ -15,26 +15,28 @@ from hf_laer.comm.watch import Watch, Where
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingWork:
-    """A collective under way and the buffers that it reads and writes."""
+    """A collective under way and the buffers that it reads and writes, which it lets go of once it is waited for."""
 
     work: dist.Work
-    received: torch.Tensor
-    sent: torch.Tensor
+    buffers: tuple[torch.Tensor, torch.Tensor] | None
     collective: str
     where: Where
     watch: Watch
 
     def wait(self) -> torch.Tensor:
-        """The received tensor.
+        """The received tensor, once.
 
         Raises:
             CollectiveError: It failed or timed out.
         """
+        assert self.buffers is not None, "waited for twice"
         with self.watch.waits(self.collective, self.where):
             self.work.wait()
-        return self.received
+        (received, _), self.buffers = self.buffers, None
+        del self.work  # it holds the buffers too
+        return received
 
 
 class ProcessGroupCommunicator:
@@ -93,4 +95,4 @@ class ProcessGroupCommunicator:
         collective, where = f"{kind} of {self.purpose}", self.watch.where
         with self.watch.waits(collective, where):
             work = start()
-        return PendingWork(work, received, sent, collective, where, self.watch)
+        return PendingWork(work, (received, sent), collective, where, self.watch)

@@ -12,6 +12,7 @@ import torch
 
 from hf_laer.compute.experts import (
     ExpertGradients,
+    GradRows,
     RowsKnown,
     Weights,
     experts_backward,
@@ -92,7 +93,7 @@ def backward_in_chunks(
     source_row: torch.Tensor,
     up: torch.Tensor | None,
     gates: torch.Tensor,
-    grad_rows: torch.Tensor,
+    grad_rows: GradRows,
     chunks: Sequence[Chunk],
     wanted: frozenset[str],
     terms: Sequence[LowRank],
@@ -108,7 +109,7 @@ def backward_in_chunks(
         source_row: int64 ``[A]``, the row of each assignment.
         up: The first product ``[A, 2I]``, if it was kept.
         gates: float32 ``[A]`` routing weights.
-        grad_rows: ``[R, H]``, the gradient of each row's sum.
+        grad_rows: The gradient of each row's sum.
         chunks: As :func:`chunks_of` gives them.
         wanted: Names of the parameters whose gradients are needed.
         terms: Low-rank additions to the weights, over the slots.
@@ -116,7 +117,7 @@ def backward_in_chunks(
         rows_known: Called once, with the gradients of all rows and routing weights.
     """
 
-    def one(chunk: Chunk, known: RowsKnown) -> ExpertGradients:
+    def one(chunk: Chunk, grad_rows: GradRows, known: RowsKnown) -> ExpertGradients:
         own, own_terms, source = chunk.of(weights), chunk.of_terms(terms), source_row[chunk.rows]
         ours = may_overwrite_up or up is None
         first = first_product(spec, own, rows[source], chunk.groups, own_terms) if up is None else up[chunk.rows]
@@ -125,9 +126,10 @@ def backward_in_chunks(
         )
 
     if len(chunks) == 1:
-        return one(chunks[0], rows_known)
+        return one(chunks[0], grad_rows, rows_known)
     known: list[tuple[torch.Tensor, torch.Tensor]] = []
-    parts = (one(chunk, lambda *grads: known.append(grads)) for chunk in chunks)
+    kept = grad_rows()
+    parts = (one(chunk, lambda: kept, lambda *grads: known.append(grads)) for chunk in chunks)
     grads = _joined(parts, chunks, weights, terms)
     of_rows, of_gates = zip(*known, strict=True)
     rows_known(torch.cat(of_rows), torch.cat(of_gates))

@@ -18,6 +18,8 @@ from hf_laer.compute.spec import ExpertsSpec
 Weights = dict[str, Stacks]
 # Takes the gradients of the input rows ``[A, H]`` and of each one's routing weight, float32 ``[A]``.
 RowsKnown = Callable[[torch.Tensor, torch.Tensor], None]
+# Gives the gradient of each received row's sum ``[R, H]``, asked once: so that nobody need keep it.
+GradRows = Callable[[], torch.Tensor]
 
 
 class ExpertGradients(NamedTuple):
@@ -73,7 +75,7 @@ def experts_backward(
     source_row: torch.Tensor,
     up: torch.Tensor,
     gates: torch.Tensor,
-    grad_rows: torch.Tensor,
+    grad_rows: GradRows,
     groups: Groups,
     wanted: frozenset[str],
     terms: Sequence[LowRank],
@@ -93,7 +95,7 @@ def experts_backward(
         source_row: int64 ``[A]``, the received row of each assignment.
         up: ``[A, 2I]`` the first product.
         gates: float32 ``[A]`` routing weights.
-        grad_rows: ``[R, H]``, the gradient of each received row's sum.
+        grad_rows: The gradient of each received row's sum.
         groups: Rows per slot.
         wanted: Names of the parameters whose gradients are needed.
         terms: Low-rank additions to the weights, over the slots.
@@ -101,7 +103,7 @@ def experts_backward(
         rows_known: Called once, before the weights' gradients are formed.
     """
     biases = bias_of(weights, spec.up_bias), bias_of(weights, spec.down_bias)
-    grad_out = grad_rows[source_row]
+    grad_out = grad_rows()[source_row]
     grad_act = _product_backward(spec, weights, spec.down, grad_out, groups, terms)
     gate = spec.gate.backward(up, biases[0], groups.slot, grad_act, gates, may_overwrite_up)
     grad_up, grad_gates, weighted_act = gate.up, gate.gates, gate.weighted_act

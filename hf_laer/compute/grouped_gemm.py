@@ -217,7 +217,11 @@ def _rows_outer(left: torch.Tensor, right: torch.Tensor, stretch: Stretch) -> to
         # Zero where a group has no rows here.
         out = torch.nn.functional.grouped_mm(left[some].t(), right[some], offs=stretch.ends)
     else:
-        out = left.new_zeros(len(stretch.ends), left.shape[1], right.shape[1])
+        out = left.new_empty(len(stretch.ends), left.shape[1], right.shape[1])
+        with_rows = {slot for slot, _, _ in stretch.each}
+        for slot in range(len(out)):
+            if slot not in with_rows:
+                out[slot].zero_()
     for slot, start, stop in stretch.alone if kernel else stretch.each:
         torch.mm(left[start:stop].t(), right[start:stop], out=out[slot])
     return out

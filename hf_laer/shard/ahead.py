@@ -106,7 +106,8 @@ class Unsharder:
         return Coming(want, [self._start(want, want.fetched, comm)])
 
     def _start(self, want: Want, table: SlotTable, comm: Communicator, before: SlotTable = ()) -> Unshard:
-        return start_unshard(want.homes, table, comm, want.dtype, want.device, before, self.nodes)
+        whole = not before and beyond_own(want.homes, want.table) is not None
+        return start_unshard(want.homes, table, comm, want.dtype, want.device, before, self.nodes, whole)
 
     def finish(self, coming: Coming) -> Stacks:
         """Name to stacks ``[S', D, …]``, together the slots of this rank; own experts apart where they live."""

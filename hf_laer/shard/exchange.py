@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 
 from hf_laer.comm.base import Communicator, Pending
-from hf_laer.shard.home import Home, Layout, Part
+from hf_laer.compute.segments import Part, add_parts, copy_all
+from hf_laer.shard.home import Home, Layout
 from hf_laer.shard.nodes import Nodes, SlotTable, Sources, sources
 
 # Over 1,000 ranks one takes 100 KB: room for the tables of a pass, and not for a thousand.
@@ -143,7 +144,7 @@ class Unshard:
 
     Args:
         homes: The layer's parameters by name.
-        blocks: Name to this rank's block, in the dtype and on the device of the slots.
+        blocks: Name to this rank's block on the device of the slots; in their dtype, where it is used as it is.
         table: Per rank of ``comm``, the experts that are fetched into its slots.
         comm: The ranks over which the homes are sharded.
         pending: What arrives from other ranks, if anything travels.
@@ -161,17 +162,18 @@ class Unshard:
 
     def fill(self, slots: dict[str, torch.Tensor]) -> None:
         """Waits, and writes the experts behind those that are there: into name to ``[S, D, …]``, all of its slots."""
-        me = self.comm.rank
+        me, found = self.comm.rank, _sources(self.table, self.before, self.nodes)
         start = len(self.before[me]) if self.before else 0
         mine = {name: stack[start : start + len(self.table[me])] for name, stack in slots.items()}
+        copies = _Copies()
         for name, home in self.homes.items():
             own = piece(home.layout, me, self.table[me])
-            _copy(own.of_slots(mine[name]), own.of_home(self.blocks[name]))
+            copies.add(own.of_slots(mine[name]), own.of_home(self.blocks[name]))
         if self.pending is not None:
-            found = _sources(self.table, self.before, self.nodes)
-            coming = _from_homes(self.homes, found, me)
-            for name, p, part in _unpack(coming, me, self.pending.wait()):
-                _copy(p.of_slots(mine[name]), part)
+            for name, p, part in _unpack(_from_homes(self.homes, found, me), me, self.pending.wait()):
+                copies.add(p.of_slots(mine[name]), part)
+        copies.make()
+        if self.pending is not None:
             self._pass_on(found, slots)
 
     def _pass_on(self, found: Sources, slots: dict[str, torch.Tensor]) -> None:
@@ -192,8 +194,10 @@ class Unshard:
         leaving, coming = [between(me, other) for other in here], [between(other, me) for other in here]
         message, own = _pack(leaving, me - here.start, slots, Piece.of_giver), me - here.start
         arrived = nodes.comm.all_to_all(message, _sizes(leaving, own), _sizes(coming, own))
+        copies = _Copies()
         for name, p, part in _unpack(coming, own, arrived):
-            _copy(p.of_slots(slots[name]), part)
+            copies.add(p.of_slots(slots[name]), part)
+        copies.make()
 
 
 def start_unshard(
@@ -204,6 +208,7 @@ def start_unshard(
     device: torch.device,
     before: SlotTable = (),
     nodes: Nodes | None = None,
+    whole: bool = False,
 ) -> Unshard:
     """Sends experts from their homes to the slots of ``table``.
 
@@ -215,13 +220,14 @@ def start_unshard(
         device: Where the slots are.
         before: Per rank of ``comm``, the experts that its slots will hold by then, if any.
         nodes: Where there are several.
+        whole: This rank's block is used where it lives too: it is needed in ``dtype``, and is converted once.
     """
     me, pending = comm.rank, None
-    blocks = {name: home.local.to(device, dtype, non_blocking=True) for name, home in homes.items()}
+    blocks = {name: home.local.to(device, dtype if whole else None, non_blocking=True) for name, home in homes.items()}
     if not is_local(homes, table):
         found = _sources(table, before, nodes)
         leaving, coming = _to_slots(homes, found, me), _from_homes(homes, found, me)
-        message = _pack(leaving, me, blocks, Piece.of_home)
+        message = _pack(leaving, me, blocks, Piece.of_home, dtype)
         pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
     return Unshard(homes, blocks, table, comm, pending, before, nodes)
 
@@ -259,9 +265,8 @@ class Reshard:
 
     Args:
         homes: The trained parameters by name.
-        own: Name to gradients of this rank's block that were made where it lives, if they were.
-        grads: Name to ``[S, D, …]``, the gradients of the slots in ``table``.
-        table: Per rank of ``comm``, the experts in these slots.
+        own: Name to gradients of this rank's block that were made here.
+        table: Per rank of ``comm``, the experts in the slots whose gradients travel.
         comm: The ranks over which the homes are sharded.
         replicas: Ranks that hold the same blocks (HSDP).
         pending: What arrives from other ranks, if anything travels.
@@ -270,8 +275,7 @@ class Reshard:
     """
 
     homes: dict[str, Home]
-    own: dict[str, torch.Tensor]
-    grads: dict[str, torch.Tensor]
+    own: dict[str, list[Part]]
     table: SlotTable
     comm: Communicator
     replicas: Communicator
@@ -281,27 +285,20 @@ class Reshard:
 
     def finish(self) -> None:
         """Sums in float32, this rank's part first, then in the order of ranks; scales once; accumulates."""
-        me = self.comm.rank
-        parts: dict[str, list[Part]] = {}
-        for name, home in self.homes.items():
-            here = piece(home.layout, me, self.table[me])
-            parts[name] = [(0, self.own.pop(name))] if name in self.own else []
-            parts[name] += _parts(here, here.of_slots(self.grads.pop(name)))
         if self.pending is not None:
-            coming = _to_slots(self.homes, _sources(self.table, (), self.nodes), me)
-            for name, p, views in _unpack(coming, me, self.pending.wait()):
-                parts[name] += _parts(p, views)
+            coming = _to_slots(self.homes, _sources(self.table, (), self.nodes), self.comm.rank)
+            for name, p, views in _unpack(coming, self.comm.rank, self.pending.wait()):
+                self.own[name] += _parts(p, views)
         for name, home in self.homes.items():
-            home.accumulate(self._over_replicas(home, parts.pop(name)), self.scale)
+            home.accumulate(self._over_replicas(home, self.own.pop(name)), self.scale)
 
     def _over_replicas(self, home: Home, parts: list[Part]) -> list[Part]:
         """The sum over the ranks that hold the same block, in float32 (HSDP)."""
         if self.replicas.size == 1:
             return parts
         device = parts[0][1].device if parts else home.local.device
-        total = torch.zeros(home.layout.block_shape(self.comm.rank), dtype=torch.float32, device=device)
-        for start, part in parts:
-            total[start : start + len(part)] += part
+        total = torch.empty(home.layout.block_shape(self.comm.rank), dtype=torch.float32, device=device)
+        add_parts(total, parts, 0.0, 1.0)
         return [(0, self.replicas.all_reduce(total))]
 
 
@@ -331,11 +328,13 @@ def start_reshard(
         scale: Factor of their sum over ranks and replicas.
         nodes: Where there are several; gradients of one expert are summed inside each first, in float32.
     """
-    me, pending, own = comm.rank, None, {}
-    beyond = beyond_own(homes, table)
-    if beyond is not None:
-        table, own = beyond, {name: stack[0] for name, stack in stacks.items()}
+    me, pending, beyond = comm.rank, None, beyond_own(homes, table)
+    table = table if beyond is None else beyond
     grads = {name: stack[-1] for name, stack in stacks.items()}
+    own: dict[str, list[Part]] = {name: [] if beyond is None else [(0, stack[0])] for name, stack in stacks.items()}
+    for name, home in homes.items():
+        here = piece(home.layout, me, table[me])
+        own[name] += _parts(here, here.of_slots(grads[name]))
     if not is_local(homes, table):
         found = _sources(table, (), nodes)
         leaving, coming = _from_homes(homes, found, me), _to_slots(homes, found, me)
@@ -344,7 +343,7 @@ def start_reshard(
         else:
             message = _pack(leaving, me, grads, Piece.of_slots, dtype)
         pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-    return Reshard(homes, own, grads, table, comm, replicas, pending, scale, nodes)
+    return Reshard(homes, own, table, comm, replicas, pending, scale, nodes)
 
 
 def _summed(
@@ -415,10 +414,11 @@ def _pack(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """One message to every other rank, one after the other: ``[elements]``, in ``dtype`` if that is given."""
-    like = next(iter(tensors.values()))
+    like, copies = next(iter(tensors.values())), _Copies()
     message = torch.empty(sum(_sizes(pieces, me)), dtype=dtype or like.dtype, device=like.device)
     for name, p, part in _unpack(pieces, me, message):
-        _copy(part, view(p, tensors[name]))
+        copies.add(part, view(p, tensors[name]))
+    copies.make()
     return message
 
 
@@ -431,9 +431,19 @@ def _unpack(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[st
             at += p.numel
 
 
-def _copy(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
-    for target, source in zip(into, out_of, strict=True):
-        target.copy_(source)
+class _Copies:
+    """Views to be copied, all at once."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self._targets += targets
+        self._sources += sources
+
+    def make(self) -> None:
+        copy_all(self._targets, self._sources)
 
 
 def _sizes(pieces: Pieces, me: int) -> list[int]:

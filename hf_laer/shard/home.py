@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-Part = tuple[int, torch.Tensor]
+from hf_laer.compute.segments import Part, add_parts
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,13 @@ class Home:
             parts: First experts in the block, and their gradients; the caller has no more use for them.
             scale: Their factor.
         """
-        parameter, local = self.parameter, self.local
-        if parameter.dtype != torch.float32 and len(parts) > 1:
-            # Scaled before it is rounded: a sum may overflow where its mean does not.
-            parts, scale = [(0, _mean(parts, local.shape, scale))], 1.0
-        if parameter.grad is None:
-            parts, grad = self._first(parts, scale, local)
-            parameter.grad = self._wrap(grad)
+        if self.parameter.grad is None:
+            into, parts, before = self._first(parts, scale)
+            self.parameter.grad = self._wrap(into)
         else:
-            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        for start, part in parts:
-            grad[start : start + len(part)].add_(part.to(grad.device), alpha=scale)
+            grad, before = self.parameter.grad, 1.0
+            into = grad.to_local() if isinstance(grad, DTensor) else grad
+        add_parts(into, parts, before, scale)
 
     def run_hooks(self) -> None:
         """Runs the parameter's post-accumulate hooks, once the backward has added all there is.
@@ -109,19 +105,15 @@ class Home:
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(parameter)
 
-    @staticmethod
-    def _first(parts: list[Part], scale: float, like: torch.Tensor) -> tuple[list[Part], torch.Tensor]:
-        """A new gradient, and what is still to be added to it."""
-        if not parts or parts[0][1].shape != like.shape:
-            return parts, torch.zeros_like(like)
-        block = parts[0][1].to(like.device)
-        if block.dtype == like.dtype and block.untyped_storage().nbytes() == block.nbytes:
-            return parts[1:], block if scale == 1 else block.mul_(scale)
-        if scale == 1:
-            return parts[1:], block.to(like.dtype, copy=True)
-        # A factor with a dimension, so that the product is formed in float32, in one pass.
-        factor = torch.full((1,), scale, dtype=torch.float32, device=block.device)
-        return parts[1:], (block * factor).to(like.dtype)
+    def _first(self, parts: list[Part], scale: float) -> tuple[torch.Tensor, list[Part], float]:
+        """Where a new gradient is made, what is to be added, and the factor of what is there: the first part, maybe."""
+        local = self.local
+        if parts:
+            block = parts[0][1]
+            alone = block.untyped_storage().nbytes() == block.nbytes
+            if (block.shape, block.dtype, block.device) == (local.shape, local.dtype, local.device) and alone:
+                return block, parts[1:], scale
+        return torch.empty_like(local), parts, 0.0
 
     def _wrap(self, block: torch.Tensor) -> torch.Tensor:
         parameter = self.parameter
@@ -135,25 +127,6 @@ class Home:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-
-
-def _mean(parts: list[Part], shape: torch.Size, scale: float) -> torch.Tensor:
-    """Scaled sum of parts of a block, made in float32; in place where the first one is the whole block."""
-    start, first = parts[0]
-    if first.shape != shape:
-        total = torch.zeros(shape, dtype=torch.float32, device=first.device)
-        for start, part in parts:
-            total[start : start + len(part)] += part
-        return total if scale == 1 else total.mul_(scale)
-    exact: dict[int, torch.Tensor] = {}
-    for start, part in parts[1:]:
-        for at, gradient in enumerate(part.unbind(0), start):
-            exact[at] = (exact[at] if at in exact else first[at].float()) + gradient
-    if scale != 1:
-        first.mul_(scale)
-    for at, gradient in exact.items():
-        first[at].copy_(gradient.mul_(scale))
-    return first
 
 
 def plain_home(parameter: nn.Parameter) -> Home:

@@ -16,6 +16,7 @@ from hf_laer.compute.gate import FusedGate, Gate, recognize
 from hf_laer.compute.grouped_gemm import Arrangement
 from hf_laer.compute.routing import Arrived, Counted, Leaving, Shares, arrive, count, leave, row_counts, rows_both_ways
 from hf_laer.compute.rows import gather_sum, places
+from hf_laer.compute.segments import Part, add_parts, copy_all
 from hf_laer.plan import chunk_owners, llep, own_part
 
 GATES = (FusedGate(False, False), FusedGate(True, False), FusedGate(True, True, 1.702, 7.0))
@@ -124,7 +125,60 @@ def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) 
         assert torch.equal(ours, theirs), f"{name}: {ours} instead of {theirs}"
 
 
-@pytest.mark.parametrize("check", ["check_gates", "check_rows", "check_routing", "check_retained_graph"])
+def check_copies() -> None:
+    """Between dtypes, with gaps between blocks and without, aligned and not, longer than a row of the table."""
+    with patch("hf_laer.compute.kernels.segments.LONGEST", 96):
+        for rows, columns in ((6, 5), (16, 4)):
+            for dtype in (torch.float32, torch.bfloat16):
+                _check_copies(rows, columns, dtype)
+
+
+def _check_copies(rows: int, columns: int, dtype: torch.dtype) -> None:
+    from hf_laer.compute.kernels.segments import copy_all as kernel
+
+    source = torch.randn(5, rows, columns)
+    got, want = (torch.zeros(7, 2 * rows, columns, dtype=dtype) for _ in range(2))
+    sources = [source[2:5], source[:1], source[1:2, 2:4], source[:0]]
+    for into, copy in ((got, kernel), (want, copy_all)):
+        copy([into[1:4, rows:], into[5:6, :rows], into[0:1, 1:3], into[:0, :rows]], sources)
+    # The interpreter cuts where the device rounds.
+    torch.testing.assert_close(got, want, rtol=0.0 if dtype == torch.float32 else 1e-2, atol=0.0)
+    assert want.count_nonzero() == 4 * rows * columns + 2 * columns
+
+
+def check_sums() -> None:
+    """Blocks with none, one and several parts of two dtypes; what was there counts, in part, or is poison."""
+    torch.manual_seed(0)
+    wide = torch.randn(3, 12, 8)
+    parts = [
+        (0, torch.randn(4, 6, 8, dtype=torch.bfloat16)),
+        (1, wide[:2, 6:]),
+        (1, torch.randn(1, 6, 8)),
+        (2, torch.randn(1, 6, 8, dtype=torch.bfloat16)),
+    ]
+    with patch("hf_laer.compute.kernels.segments.LONGEST", 32):
+        for dtype in (torch.float32, torch.bfloat16):
+            for before in (0.0, 0.5, 1.0):
+                for some in (parts, parts[1:3], parts[:1], []):
+                    _check_sums(dtype, before, some)
+
+
+def _check_sums(dtype: torch.dtype, before: float, parts: list[Part]) -> None:
+    from hf_laer.compute.kernels.segments import add_parts as kernel
+
+    start = torch.randn(4, 6, 8).to(dtype)
+    if before == 0:
+        start.fill_(torch.nan)
+    got, want = start.clone(), start.clone()
+    kernel(got, parts, before, 0.25)
+    add_parts(want, parts, before, 0.25)
+    torch.testing.assert_close(got, want, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+CHECKS = ["check_gates", "check_rows", "check_routing", "check_retained_graph", "check_copies", "check_sums"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_kernel_equals_reference(check: str) -> None:
     pytest.importorskip("triton")
     # The interpreter is chosen when a kernel is made, so it needs a process of its own.
