@@ -57,7 +57,7 @@ class Gathered:
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         up, down = (_AllGather.apply(weight) for weight in self.parameters)
-        return _experts(hidden, index, gates, up, down)
+        return own_tokens(hidden, index, gates, up, down)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Whole:
         self.parameters = self.sizes.make(self.sizes.experts)
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        return _experts(hidden, index, gates, *self.parameters)
+        return own_tokens(hidden, index, gates, *self.parameters)
 
 
 class _Layer(nn.Module):
@@ -82,7 +82,7 @@ class _Layer(nn.Module):
         self.up, self.down = (nn.Parameter(weight.detach()) for weight in sizes.make(sizes.experts))
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        return _experts(hidden, index, gates, self.up, self.down)
+        return own_tokens(hidden, index, gates, self.up, self.down)
 
 
 @dataclass
@@ -125,6 +125,20 @@ class Products:
         groups = Groups.of([share] * len(up), up.device, alone_from(*up.shape[1:]))
         rows, act = (torch.randn(share * len(up), up.shape[2], dtype=up.dtype, device=up.device) for up in (up, down))
         return groups, rows, rows_times(rows, (up.transpose(1, 2),), groups), act, up, down
+
+
+def own_tokens(
+    hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """One rank's tokens ``[T, H]`` through all experts ``[E, 2I, H]`` and ``[E, H, I]``, by grouped products."""
+    order = index.reshape(-1).argsort(stable=True)
+    counts = torch.bincount(index.reshape(-1), minlength=len(up))
+    ends = counts.cumsum(0).to(torch.int32)
+    rows = hidden[order // index.shape[1]]
+    act = _silu_gate(_grouped(rows, up, ends))
+    out = _grouped(act, down, ends) * gates.reshape(-1)[order].unsqueeze(1)
+    back = torch.empty_like(out).index_copy(0, order, out)
+    return back.view(*index.shape, -1).sum(1)
 
 
 Rivals = Mapping[str, Callable[[BenchWeights], Any]]
@@ -173,18 +187,6 @@ class _Products(torch.autograd.Function):
         rows_outer(first, rows, groups, (len(up),))
         rows_outer(rows, act, groups, (len(up),))
         return grad, None, None, None, None, None, None
-
-
-def _experts(
-    hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """``[T, H]``: sorted, multiplied by groups, weighted and put back, as Transformers' ``grouped_mm`` does."""
-    order = index.reshape(-1).argsort(stable=True)
-    ends = torch.bincount(index.reshape(-1), minlength=len(up)).cumsum(0).to(torch.int32)
-    act = _silu_gate(_grouped(hidden[order // index.shape[1]], up, ends))
-    out = _grouped(act, down, ends) * gates.reshape(-1)[order].unsqueeze(1)
-    back = torch.empty_like(out).index_copy(0, order, out)
-    return back.view(*index.shape, -1).sum(1)
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

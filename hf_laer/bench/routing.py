@@ -1,6 +1,7 @@
 """Routing scenarios by name, the same at every step or another one at each.
 
-- ``balanced``;
+- ``balanced``: experts take turns, so that a token's are neighbours, which mostly one rank has;
+- ``uniform``: a token's experts are drawn from all alike, so that it goes to several ranks;
 - ``R:h``: R% of each rank's tokens go to h hot experts;
 - ``choices:R:h``: R% of each rank's choices do; with h below K a token then names an expert more than once, as it must
   in LLEP's published figures for one hot expert of a top-4 layer;
@@ -18,7 +19,7 @@ import torch
 from hf_laer.sim.drift import Drift
 from hf_laer.sim.trace import Trace, load_trace
 
-KNOWN = "balanced, zipf, R:h, choices:R:h, drift:RHO, trace:FILE"
+KNOWN = "balanced, uniform, zipf, R:h, choices:R:h, drift:RHO, trace:FILE"
 
 
 def changes(name: str) -> bool:
@@ -81,8 +82,8 @@ def routing(name: str, tokens: int, experts: int, top_k: int, rank: int, device:
         ValueError: The scenario is unknown, or impossible for these sizes.
     """
     generator = torch.Generator().manual_seed(rank)
-    if name == "zipf":
-        popularity = 1.0 / torch.arange(1, experts + 1)
+    if name in ("uniform", "zipf"):
+        popularity = 1.0 / torch.arange(1, experts + 1) if name == "zipf" else torch.ones(experts)
         chosen = torch.multinomial(popularity.expand(tokens, experts), top_k, generator=generator)
     else:
         chosen = _cyclic(torch.arange(tokens) + rank * tokens, experts, top_k)

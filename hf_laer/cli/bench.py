@@ -8,12 +8,12 @@ import importlib.util
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.cli import bench_kernels, bench_layer, bench_sft, bench_suite
+from hf_laer.cli import bench_kernels, bench_layer, bench_sft, bench_stack, bench_suite
 from hf_laer.sim.bench import TARGETS, compile_seconds, drift_table, method_table, timings
 
 HELP = (
-    "measure planners (balance on drifting loads, time per plan), kernels on one device, one MoE layer or whole "
-    "training steps on all ranks, or the papers' own comparisons"
+    "measure planners (balance on drifting loads, time per plan), kernels on one device, one MoE layer, several with "
+    "attention, or whole training steps on all ranks, or the papers' own comparisons"
 )
 
 
@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_kernels.add_arguments(kernels)
     layer = subjects.add_parser("layer", help="one MoE layer, us and rivals, on all ranks of torchrun")
     bench_layer.add_arguments(layer)
+    stack = subjects.add_parser("stack", help="MoE layers with attention between them, on all ranks of torchrun")
+    bench_stack.add_arguments(stack)
     sft = subjects.add_parser("sft", help="whole training steps, us and rivals, on all ranks of torchrun")
     bench_sft.add_arguments(sft)
     suite = subjects.add_parser("suite", help="the papers' own comparisons on this host's GPUs, resumable")
@@ -36,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measures one subject and prints its tables."""
-    benches = {"kernels": bench_kernels, "layer": bench_layer, "sft": bench_sft, "suite": bench_suite}
+    benches = {
+        "kernels": bench_kernels,
+        "layer": bench_layer,
+        "stack": bench_stack,
+        "sft": bench_sft,
+        "suite": bench_suite,
+    }
     return _run_plan(args, console) if args.subject == "plan" else benches[args.subject].run(args, console)
 
 

@@ -142,13 +142,17 @@ class Unsharder:
         want, me = coming.want, coming.parts[0].comm.rank
         # Nothing may keep the pool's buffers from being replaced by larger ones.
         self._kept = None
-        slots = {
-            name: self._pool.take(name, (len(want.fetched[me]), *home.layout.shape[1:]), want.dtype, want.device)
-            for name, home in want.homes.items()
-        }
+        slots = self._room(want, me)
         for part in coming.parts:
             part.fill(slots)
         return slots
+
+    def _room(self, want: Want, rank: int) -> dict[str, torch.Tensor]:
+        """The pool's slots for what must be fetched."""
+        return {
+            name: self._pool.take(name, (len(want.fetched[rank]), *home.layout.shape[1:]), want.dtype, want.device)
+            for name, home in want.homes.items()
+        }
 
 
 def _wait(ahead: Coming | None) -> None:

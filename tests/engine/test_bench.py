@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hf_laer.bench.layer import Bench, LayerShape
+from hf_laer.bench.layer import Batch, Bench, LayerShape
 from hf_laer.bench.routing import routing
+from hf_laer.bench.stack import StackBench
 from hf_laer.cli.bench_layer import ALL_RIVALS
 from hf_laer.cli.main import main
-from tests.models import assert_close
+from hf_laer.comm.process_group import ProcessGroupCommunicator
+from tests.models import assert_close, full
 
 SMALL = ["--experts", "6", "--hidden", "8", "--intermediate", "12", "--top-k", "2", "--tokens", "32"]
 WHO = ["--contenders", "auto,llep,fsep+llep,fsep+llep:whole,hf_a2a,fsdp_gather,gemm"]
@@ -36,6 +39,49 @@ def run_command(path: str) -> int:
             path,
         ]
     )
+
+
+def run_stack(path: str) -> int:
+    """``bench stack`` on every rank of a pool."""
+    flags = ["--layers", "2", "--length", "16", "--routing", "balanced,80:2", "--iterations", "2", "--json", path]
+    return main(["bench", "stack", *SMALL, *flags])
+
+
+def stacks_are_equal(contender: str) -> None:
+    """Ours and FSDP2's: output, input gradient, and those of attention and experts; nothing once it is stubbed."""
+    shape = LayerShape(experts=6, hidden=8, intermediate=12, top_k=2, tokens=32, layers=2)
+    bench = StackBench(shape, 16, torch.device("cpu"), torch.float32, settings={"min_tokens_per_gemm": 1})
+    made = [bench._made(name) for name in (contender, "fsdp2")]
+    batch, results = Batch(shape, "zipf", torch.device("cpu"), torch.float32), []
+    weights = [dict(one.stack.named_parameters()) for one in made]
+    for name, ours in weights[0].items():
+        theirs = weights[1][name]
+        assert isinstance(ours, DTensor)
+        assert isinstance(theirs, DTensor)
+        with torch.no_grad():
+            theirs.copy_(distribute_tensor(ours.full_tensor(), theirs.device_mesh, theirs.placements))
+    for one in made:
+        one.step(batch)
+        assert batch.hidden.grad is not None
+        results.append([batch.hidden.grad.clone(), *(full(weight.grad) for weight in one.weights)])
+    for us, them in zip(*results, strict=True):
+        assert_close(us, them, "stack")
+    ours = made[0]
+    assert ours.unsharder is not None
+    assert ours.engine is not None
+    assert set(ours.unsharder.wants) == {"blocks.0", "blocks.1"}
+    sent = []
+    for ours.unsharder.stubbed in (False, True):
+        with patch.object(
+            type(ours.engine.comms.weights), "start_all_to_all", autospec=True, side_effect=_counted
+        ) as calls:
+            ours.step(batch)
+        sent.append(sum(call.args[0] is ours.engine.comms.weights for call in calls.call_args_list))
+    # What is left are the gradients on their way home.
+    assert (sent[0] - sent[1], sent[1]) == (4, 2) if contender == "fsep" else sent[0] >= sent[1]
+
+
+_counted = ProcessGroupCommunicator.start_all_to_all
 
 
 def rival_equals_engine(name: str) -> None:
@@ -71,6 +117,22 @@ def test_bench_layer(ranks, tmp_path: Path) -> None:
     hot = next(row for row in rows if row["contender"] == "llep" and row["routing"] == "80:2")
     assert hot["imbalance_before"] > 1.3
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_bench_stack(ranks, tmp_path: Path) -> None:
+    path = tmp_path / "stack.json"
+    assert ranks(2).run(run_stack, path=str(path)) == [0, 0]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["contender"] for row in rows[:2]] == ["attention", "gemm"]
+    assert len(rows) == 10
+    travels = {row["contender"] for row in rows if row["unshard_ms"] > 0}
+    assert "fsep" in travels
+    assert "fsdp2" not in travels
+
+
+@pytest.mark.parametrize("contender", ["fsep", "llep"])
+def test_stacks_are_equal(ranks, contender: str) -> None:
+    ranks(2).run(stacks_are_equal, contender=contender)
 
 
 def test_bench_kernels(tmp_path: Path) -> None:
