@@ -22,6 +22,7 @@ from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.grouped_gemm import Arrangement, Groups, alone_from, rows_outer, rows_times
 from hf_laer.compute.routing import Shares, arrive, count, leave
 from hf_laer.compute.rows import gather_sum
+from hf_laer.compute.segments import add_parts, copy_all
 from hf_laer.plan import chunk_owners, ep, own_part
 
 BYTES, FLOPS = "GB/s", "TFLOP/s"
@@ -76,7 +77,7 @@ def measure_kernels(
         ms = _median_ms(job.call, device, iterations)
         peak[job.unit] = job.amount / ms
         found.append(_rate(job, "", ms, peak))
-    jobs = {"": list(_gates(shape, device, dtype))}
+    jobs = {"": [*_gates(shape, device, dtype), *_messages(shape, device, dtype)]}
     jobs |= {scenario: [*_tables(shape, scenario, device, dtype), *_products(shape, scenario, device, dtype)]
              for scenario in scenarios}  # fmt: skip
     for scenario, several in jobs.items():
@@ -112,6 +113,22 @@ def _gates(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> Itera
         one = rows * half * dtype.itemsize
         yield Job(f"gate, {name}", partial(gate.forward, up, bias, slot), 3 * one, BYTES)
         yield Job(f"gate backward, {name}", partial(gate.backward, up, bias, slot, grad, factors), 6 * one, BYTES)
+
+
+def _messages(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> Iterator[Job]:
+    """Half of each expert's rows to a message and from one, and gradients of all experts summed at home."""
+    sizes = min(shape.experts, 16), 2 * shape.intermediate, shape.hidden
+    experts, masters = (torch.randn(sizes, dtype=kind, device=device) for kind in (dtype, torch.float32))
+    half = slice(0, shape.intermediate)
+    message = torch.randn_like(experts[:, half])
+    moved = message.numel() * dtype.itemsize
+    yield Job("packing", partial(copy_all, list(message), list(experts[:, half])), 2 * moved, BYTES)
+    packed = partial(copy_all, list(message), list(masters[:, half]))
+    yield Job("packing of float32", packed, moved + message.numel() * 4, BYTES)
+    yield Job("unpacking", partial(copy_all, [experts[:, half]], [message]), 2 * moved, BYTES)
+    parts = [(0, experts), (0, torch.randn_like(experts))]
+    read, written = 2 * experts.numel() * dtype.itemsize, masters.numel() * 4
+    yield Job("sum of gradients", partial(add_parts, masters, parts, 0.0, 0.5), read + written, BYTES)
 
 
 def _tables(shape: LayerShape, scenario: str, device: torch.device, dtype: torch.dtype) -> Iterator[Job]:
