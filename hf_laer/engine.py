@@ -331,6 +331,7 @@ class Engine:
         layer.forwards += 1
         self.watch.where = Where(layer.name, "forward" if training else "evaluation", micro_batch)
         counted = count(top_k_index, layer.spec.num_experts)
+        self.unsharder.settle(layer.name, self.era())
         loads, placements = self._gather(layer, counted.loads)
         started = time.perf_counter()
         tokens = self.tokens_of(layer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -233,11 +234,11 @@ class MoELayer:
         # Parameters are cast while tokens travel.
         coming = self._begin(run, dtype, hidden.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
-        # Last of all, so that the next layer's experts travel under this one's products.
-        self.engine.expect_after(self, dtype, hidden.device, era)
         rows, weights = dispatching.wait(), self.engine.unsharder.finish(coming)
         chunks = chunks_of(routes.groups, self.engine.config.max_rows_per_rank)
-        experts_out, up = forward_in_chunks(self.spec, weights, rows, routes.source_row, chunks, terms)
+        # The next layer's experts travel under this one's products, which nothing is to delay.
+        ahead = partial(self.engine.expect_after, self, dtype, hidden.device, era)
+        experts_out, up = forward_in_chunks(self.spec, weights, rows, routes.source_row, chunks, terms, ahead)
         bias = bias_of(weights, self.spec.down_bias)
         summed = gather_sum(
             experts_out, routes.row_places, dtype, weights=routes.gates, bias=bias, slot=routes.groups.slot
@@ -261,7 +262,6 @@ class MoELayer:
         dispatching = start_dispatch((grad if share == 1 else grad * share).to(dtype), routes, tokens)
         coming = self._begin(run, dtype, rows.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
-        self.engine.expect(run.before, dtype, rows.device, era)
         weights = self.engine.unsharder.finish(coming)
         chunks, wanted = chunks_of(routes.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -284,6 +284,7 @@ class MoELayer:
             terms,
             not retained,
             rows_known,
+            partial(self.engine.expect, run.before, dtype, rows.device, era),
         )
         if up is not None and not retained:
             # Its gradient stands there, done with; autograd would hold it while the weights' gradients are packed.

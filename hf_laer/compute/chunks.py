@@ -5,7 +5,7 @@ Letters in shapes: A rows sorted by slot, S slots, R received rows, H hidden, I 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,6 +67,7 @@ def forward_in_chunks(
     source_row: torch.Tensor,
     chunks: Sequence[Chunk],
     terms: Sequence[LowRank],
+    once_busy: Callable[[], None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The experts' output ``[A, H]``, not yet weighted, and the first product ``[A, 2I]`` if there is one chunk.
 
@@ -77,11 +78,14 @@ def forward_in_chunks(
         source_row: int64 ``[A]``, the row of each assignment.
         chunks: As :func:`chunks_of` gives them.
         terms: Low-rank additions to the weights, over the slots.
+        once_busy: Called once the device has the first product to do.
     """
     outs, up = [], None
     for chunk in chunks:
         own, own_terms = chunk.of(weights), chunk.of_terms(terms)
         up = first_product(spec, own, rows[source_row[chunk.rows]], chunk.groups, own_terms)
+        if chunk is chunks[0]:
+            once_busy()
         outs.append(second_product(spec, own, up, chunk.groups, own_terms))
     return (outs[0], up) if len(chunks) == 1 else (torch.cat(outs), None)
 
@@ -99,6 +103,7 @@ def backward_in_chunks(
     terms: Sequence[LowRank],
     may_overwrite_up: bool,
     rows_known: RowsKnown,
+    once_busy: Callable[[], None],
 ) -> ExpertGradients:
     """:func:`hf_laer.compute.experts.experts_backward` over chunks.
 
@@ -115,6 +120,7 @@ def backward_in_chunks(
         terms: Low-rank additions to the weights, over the slots.
         may_overwrite_up: Whether nobody will want ``up`` again.
         rows_known: Called once, with the gradients of all rows and routing weights.
+        once_busy: Called once the device has the first product to do.
     """
 
     def one(chunk: Chunk, grad_rows: GradRows, known: RowsKnown) -> ExpertGradients:
@@ -122,7 +128,19 @@ def backward_in_chunks(
         ours = may_overwrite_up or up is None
         first = first_product(spec, own, rows[source], chunk.groups, own_terms) if up is None else up[chunk.rows]
         return experts_backward(
-            spec, own, rows, source, first, gates[chunk.rows], grad_rows, chunk.groups, wanted, own_terms, ours, known
+            spec,
+            own,
+            rows,
+            source,
+            first,
+            gates[chunk.rows],
+            grad_rows,
+            chunk.groups,
+            wanted,
+            own_terms,
+            ours,
+            known,
+            once_busy if chunk is chunks[0] else None,
         )
 
     if len(chunks) == 1:

@@ -81,6 +81,7 @@ def experts_backward(
     terms: Sequence[LowRank],
     may_overwrite_up: bool,
     rows_known: RowsKnown,
+    once_busy: Callable[[], None] | None = None,
 ) -> ExpertGradients:
     """Backward of ``gates * (second_product(first_product(rows[source_row])) + bias)``.
 
@@ -101,10 +102,13 @@ def experts_backward(
         terms: Low-rank additions to the weights, over the slots.
         may_overwrite_up: Whether nobody will want ``up`` again.
         rows_known: Called once, before the weights' gradients are formed.
+        once_busy: Called once the device has the first product to do.
     """
     biases = bias_of(weights, spec.up_bias), bias_of(weights, spec.down_bias)
     grad_out = grad_rows()[source_row]
     grad_act = _product_backward(spec, weights, spec.down, grad_out, groups, terms)
+    if once_busy is not None:
+        once_busy()
     gate = spec.gate.backward(up, biases[0], groups.slot, grad_act, gates, may_overwrite_up)
     grad_up, grad_gates, weighted_act = gate.up, gate.gates, gate.weighted_act
     del up, grad_act, gate

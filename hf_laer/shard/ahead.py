@@ -63,10 +63,17 @@ class Want(NamedTuple):
 
 @dataclass
 class Coming:
-    """A layer's weights, begun; :meth:`Unsharder.finish` gives them."""
+    """A layer's weights, begun; :meth:`Unsharder.finish` gives them.
+
+    Args:
+        want: What they are.
+        parts: On their way, one after the other.
+        filled: How many of the parts are in the slots.
+    """
 
     want: Want
     parts: list[Unshard]
+    filled: int = 0
 
 
 class Unsharder:
@@ -101,7 +108,7 @@ class Unsharder:
             rest = tuple(row[len(mine) :] for mine, row in zip(ahead.want.fetched, want.fetched, strict=True))
             if any(rest):
                 ahead.parts.append(self._start(want, rest, comm, ahead.want.fetched))
-            return Coming(want, ahead.parts)
+            return Coming(want, ahead.parts, ahead.filled)
         _wait(ahead)
         return Coming(want, [self._start(want, want.fetched, comm)])
 
@@ -123,6 +130,15 @@ class Unsharder:
         own = coming.parts[0].blocks if coming.parts else _blocks(want)
         return {name: (own[name], slots[name]) for name in want.homes}
 
+    def settle(self, layer: str, era: Era) -> None:
+        """Puts what was sent ahead for a layer into its slots, before its plan is known.
+
+        The device has nothing else to do then, and the host is ahead of it.
+        """
+        ahead = self._ahead
+        if ahead is not None and (ahead.want.layer, ahead.want.era) == (layer, era):
+            self._filled(ahead)
+
     def drop(self) -> None:
         """Forgets what was started ahead, once it has arrived."""
         ahead, self._ahead = self._ahead, None
@@ -139,25 +155,25 @@ class Unsharder:
         return kept.serves(want) and want.serves(kept)
 
     def _filled(self, coming: Coming) -> dict[str, torch.Tensor]:
-        want, me = coming.want, coming.parts[0].comm.rank
         # Nothing may keep the pool's buffers from being replaced by larger ones.
         self._kept = None
-        slots = self._room(want, me)
-        for part in coming.parts:
+        rank, done = coming.parts[0].comm.rank, coming.parts[: coming.filled]
+        slots = self._room(coming.want, rank, sum(len(part.table[rank]) for part in done))
+        for part in coming.parts[coming.filled :]:
             part.fill(slots)
+        coming.filled = len(coming.parts)
         return slots
 
-    def _room(self, want: Want, rank: int) -> dict[str, torch.Tensor]:
-        """The pool's slots for what must be fetched."""
-        return {
-            name: self._pool.take(name, (len(want.fetched[rank]), *home.layout.shape[1:]), want.dtype, want.device)
-            for name, home in want.homes.items()
-        }
+    def _room(self, want: Want, rank: int, keep: int = 0) -> dict[str, torch.Tensor]:
+        """The pool's slots for what must be fetched; the first ``keep`` of them as they are."""
+        count, kind = len(want.fetched[rank]), (want.dtype, want.device, keep)
+        shapes = {name: (count, *home.layout.shape[1:]) for name, home in want.homes.items()}
+        return {name: self._pool.take(name, shape, *kind) for name, shape in shapes.items()}
 
 
 def _wait(ahead: Coming | None) -> None:
     """Until it has arrived: the buffers of an exchange must outlive it."""
-    for part in ahead.parts if ahead is not None else ():
+    for part in ahead.parts[ahead.filled :] if ahead is not None else ():
         if part.pending is not None:
             part.pending.wait()
 

@@ -17,16 +17,21 @@ class SlotPool:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialized tensor of ``shape`` in the pool's buffer for ``name``."""
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, keep: int = 0
+    ) -> torch.Tensor:
+        """A tensor of ``shape`` in the pool's buffer for ``name``: its first ``keep`` slots as they were, no others."""
         key, numel = (name, dtype, device), math.prod(shape)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
+            kept = None if buffer is None or keep == 0 else buffer[: keep * math.prod(shape[1:])]
             self._buffers.pop(key, None)
             del buffer
             # An inference tensor could not be written to by the training that follows an evaluation.
             with torch.inference_mode(False):
                 buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
+            if kept is not None:
+                buffer[: len(kept)].copy_(kept)
         return buffer[:numel].view(shape)
 
     @property

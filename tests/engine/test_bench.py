@@ -141,7 +141,7 @@ def test_bench_kernels(tmp_path: Path) -> None:
     assert main(["bench", "kernels", *SMALL, *flags]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert {row["routing"] for row in rows} == {"", "balanced", "80:2"}
-    assert len({(row["kernel"], row["routing"]) for row in rows}) == len(rows) == 2 + 4 + 2 * (5 + 6)
+    assert len({(row["kernel"], row["routing"]) for row in rows}) == len(rows) == 2 + 4 + 4 + 2 * (5 + 6)
     assert all(row["ms"] > 0 and row["of_limit"] > 0 for row in rows)
 
 

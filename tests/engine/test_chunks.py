@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -46,13 +46,15 @@ def check_chunks(counts: list[int], limit: int, own: int, dtype: torch.dtype) ->
     rows, grad = (torch.randn(5, 8, generator=generator, dtype=dtype) for _ in range(2))
     source = torch.randint(0, 5, (sum(counts),), generator=generator)
     gates = torch.rand(sum(counts), generator=generator)
-    results = []
+    results, busy = [], Mock()
     for at_most in (None, limit):
         chunks = chunks_of(groups, at_most)
-        out, up = forward_in_chunks(spec, weights, rows, source, chunks, ())
+        out, up = forward_in_chunks(spec, weights, rows, source, chunks, (), busy)
         known: list[torch.Tensor] = []
         args = (spec, weights, rows, source, up, gates, lambda: grad, chunks, frozenset(weights), (), False)
-        found = backward_in_chunks(*args, lambda *grads, known=known: known.extend(grads))
+        found = backward_in_chunks(*args, lambda *grads, known=known: known.extend(grads), busy)
+        assert busy.call_count == 2
+        busy.reset_mock()
         results.append([out, *known, *(torch.cat(found.weights[name]) for name in sorted(weights))])
     loose = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
     for whole, cut in zip(*results, strict=True):
