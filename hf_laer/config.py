@@ -69,6 +69,10 @@ class LaerConfig:
         prefetch: Experts whose need is known ahead travel while the layer before computes, which holds one more layer's
             unsharded experts in memory. So do FSDP's parameters of the next decoder layer in forward, as by default,
             but asked for before the host waits for this layer's loads.
+        peer_memory: Ranks of one host fetch experts that are cut over all of them (``fsep``, ``fsep+llep``, ``fsdp``)
+            from each other's memory, by copy engines, where few and large enough; it costs each rank the memory of its
+            part of one layer. ``None`` means where GPUs reach each other; ``False`` sends messages always; ``True``
+            also on CPUs.
         recompute: Under activation checkpointing, ``layer`` repeats dispatch, experts and combine; ``experts``
             keeps the dispatched rows and the output, so that the replay issues no collective.
         check_collectives: For finding out why ranks hang or part: before each collective all its ranks compare, by
@@ -97,6 +101,7 @@ class LaerConfig:
     reduce_dtype: str | None = None
     max_rows_per_rank: int | None = None
     prefetch: bool = True
+    peer_memory: bool | None = None
     recompute: str = "layer"
     check_collectives: bool = False
 
@@ -108,6 +113,8 @@ class LaerConfig:
         _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("forecast", self.forecast, FORECASTS)
         _flag("prefetch", self.prefetch)
+        if self.peer_memory is not None:
+            _flag("peer_memory", self.peer_memory)
         _at_least("capacity_factor", self.capacity_factor, 1.0)
         if self.imbalance_threshold is not None:
             _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)

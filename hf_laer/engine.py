@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_laer.choice import Choice, choose, settled
+from hf_laer.comm.arena import Arena, make_arena
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.local import LocalCommunicator
@@ -33,6 +34,7 @@ from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.nodes import Nodes
+from hf_laer.shard.pull import pullable, staged_bytes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.start import broadcast, compile_planners, told_alike
@@ -240,8 +242,25 @@ class Engine:
                 parameter = parameters.pop(key)
                 dtype = master_dtype if master_dtype is not None and parameter.requires_grad else parameter.dtype
                 self._shard(layer, key, parameter, dtype, src_rank, offload)
+        self.unsharder.arena = self._arena(_device(mesh))
         self._tuners.clear()
         self._held.clear()
+
+    def _arena(self, device: torch.device) -> Arena | None:
+        """Memory of the ranks that shard the experts, where they can read it and some layer's experts suit that."""
+        weights, wanted = self.comms.weights, self.config.peer_memory
+        wanted = device.type == "cuda" if wanted is None else wanted
+        if not wanted or self.config.check_collectives or not 1 < weights.size <= self.ranks_per_node:
+            return None
+        sizes = [0]
+        for layer in self.layers.values():
+            slots = layer.spec.num_experts
+            if relays(layer.config):
+                slots = layer.config.slots_for(slots, len(self._groups[0]))
+            if pullable(layer.homes, (tuple(range(slots)),) * weights.size):
+                dtype = self.compute_dtype or layer.homes[layer.spec.down].parameter.dtype
+                sizes.append(staged_bytes(layer.homes, dtype))
+        return make_arena(weights, max(sizes), device, self.watch.limit)
 
     def _checked_groups(self, mesh: DeviceMesh) -> list[range]:
         """The token groups of the layers that exchange tokens, once the sizes are known to go together."""

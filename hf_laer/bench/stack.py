@@ -130,7 +130,7 @@ class MeasuredUnsharder(Unsharder):
 
     def __init__(self, unsharder: Unsharder) -> None:
         super().__init__(unsharder._pool)
-        self.nodes = unsharder.nodes
+        self.nodes, self.arena = unsharder.nodes, unsharder.arena
         self.stubbed = False
         self.wants: dict[str, Want] = {}
         self._calls = 0
@@ -143,7 +143,7 @@ class MeasuredUnsharder(Unsharder):
         self.wants[want.layer] = want
         if not self.stubbed:
             return super().begin(want, comm)
-        self._kept = want, self._room(want, comm.rank)
+        self._kept = want, self._room(want, comm.rank, 0, self._side)
         return Coming(want, [])
 
     def alone(self, want: Want, comm: Communicator) -> Stacks:

@@ -7,16 +7,20 @@ parameters' versions and the pass, all of which are alike on all ranks: so every
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from hf_laer.comm.arena import Arena
 from hf_laer.comm.base import Communicator
 from hf_laer.shard.exchange import SlotTable, Unshard, beyond_own, is_local, start_unshard
 from hf_laer.shard.home import Home
 from hf_laer.shard.nodes import Nodes
+from hf_laer.shard.pull import Pull, pullable, staged_bytes, start_pull
 from hf_laer.shard.slots import SlotPool
 
+# The slots that messages fill; pulls fill two other sets in turn, one of which the device uses meanwhile.
+_OF_MESSAGES = 2
 Stacks = dict[str, tuple[torch.Tensor, ...]]
 # The forward pass or the backward that wants something, by kind and number.
 Era = tuple[str, int]
@@ -72,7 +76,7 @@ class Coming:
     """
 
     want: Want
-    parts: list[Unshard]
+    parts: list[Unshard] | list[Pull]
     filled: int = 0
 
 
@@ -84,11 +88,16 @@ class Unsharder:
 
     Attributes:
         nodes: Of the ranks over which homes are sharded, where there are several.
+        arena: Memory of these ranks that each can read, if they can.
     """
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self.nodes: Nodes | None = None
+        self.arena: Arena | None = None
+        # Of the sets that pulls fill, the one in use; and when it came to be, in which era.
+        self._side = 0
+        self._since: tuple[Era, Any] | None = None
         self._ahead: Coming | None = None
         self._kept: tuple[Want, dict[str, torch.Tensor]] | None = None
 
@@ -97,7 +106,7 @@ class Unsharder:
         self.drop()
         if is_local(want.homes, want.fetched):
             return
-        self._ahead = Coming(want, [self._start(want, want.fetched, comm)])
+        self._ahead = Coming(want, [self._start(want, comm, ahead=True)])
 
     def begin(self, want: Want, comm: Communicator) -> Coming:
         """Starts what has not been started ahead and is not in the slots still. Collective over ``comm``."""
@@ -107,14 +116,34 @@ class Unsharder:
         if ahead is not None and ahead.want.serves(want):
             rest = tuple(row[len(mine) :] for mine, row in zip(ahead.want.fetched, want.fetched, strict=True))
             if any(rest):
-                ahead.parts.append(self._start(want, rest, comm, ahead.want.fetched))
+                ahead.parts.append(self._start_rest(want, rest, comm, ahead))
             return Coming(want, ahead.parts, ahead.filled)
         _wait(ahead)
-        return Coming(want, [self._start(want, want.fetched, comm)])
+        return Coming(want, [self._start(want, comm)])
 
-    def _start(self, want: Want, table: SlotTable, comm: Communicator, before: SlotTable = ()) -> Unshard:
-        whole = not before and beyond_own(want.homes, want.table) is not None
-        return start_unshard(want.homes, table, comm, want.dtype, want.device, before, self.nodes, whole)
+    def _start(self, want: Want, comm: Communicator, ahead: bool = False) -> Unshard | Pull:
+        if self.arena is not None and self._pulls(want):
+            return self._pull(want, want.fetched, comm, self.arena, ahead)
+        whole = beyond_own(want.homes, want.table) is not None
+        return start_unshard(want.homes, want.fetched, comm, want.dtype, want.device, (), self.nodes, whole)
+
+    def _start_rest(self, want: Want, table: SlotTable, comm: Communicator, ahead: Coming) -> Unshard | Pull:
+        """What comes behind that which was sent ahead."""
+        if isinstance(ahead.parts[0], Pull):
+            return self._pull(want, table, comm, ahead.parts[0].arena, False)
+        return start_unshard(want.homes, table, comm, want.dtype, want.device, ahead.want.fetched, self.nodes)
+
+    def _pulls(self, want: Want) -> bool:
+        """Whether experts are read from memory; the same answer on all ranks."""
+        fits = self.arena is not None and staged_bytes(want.homes, want.dtype) <= self.arena.nbytes
+        return fits and pullable(want.homes, want.fetched)
+
+    def _pull(self, want: Want, table: SlotTable, comm: Communicator, arena: Arena, ahead: bool) -> Pull:
+        keep = len(want.fetched[comm.rank]) - len(table[comm.rank])
+        since = self._since[1] if ahead and self._since is not None and self._since[0] == want.era else None
+        slots = self._room(want, comm.rank, keep, 1 - self._side)
+        # Without a mark of this era, or in a new buffer, they may have been in use until now.
+        return start_pull(want.homes, table, comm, arena, slots, arena.mark() if since is None else since)
 
     def finish(self, coming: Coming) -> Stacks:
         """Name to stacks ``[S', D, …]``, together the slots of this rank; own experts apart where they live."""
@@ -125,6 +154,8 @@ class Unsharder:
         else:
             slots = self._filled(coming)
             self._kept = want, slots
+        if self.arena is not None:
+            self._since = want.era, self.arena.mark()
         if beyond_own(want.homes, want.table) is None:
             return {name: (stack,) for name, stack in slots.items()}
         own = coming.parts[0].blocks if coming.parts else _blocks(want)
@@ -136,7 +167,10 @@ class Unsharder:
         The device has nothing else to do then, and the host is ahead of it.
         """
         ahead = self._ahead
-        if ahead is not None and (ahead.want.layer, ahead.want.era) == (layer, era):
+        # What is pulled comes without the device's doing.
+        if ahead is None or isinstance(ahead.parts[0], Pull):
+            return
+        if (ahead.want.layer, ahead.want.era) == (layer, era):
             self._filled(ahead)
 
     def drop(self) -> None:
@@ -158,24 +192,31 @@ class Unsharder:
         # Nothing may keep the pool's buffers from being replaced by larger ones.
         self._kept = None
         rank, done = coming.parts[0].comm.rank, coming.parts[: coming.filled]
-        slots = self._room(coming.want, rank, sum(len(part.table[rank]) for part in done))
+        if isinstance(coming.parts[0], Pull):
+            self._side = 1 - self._side
+            slots = self._room(coming.want, rank, len(coming.want.fetched[rank]), self._side)
+        else:
+            slots = self._room(coming.want, rank, sum(len(part.table[rank]) for part in done), _OF_MESSAGES)
         for part in coming.parts[coming.filled :]:
             part.fill(slots)
         coming.filled = len(coming.parts)
         return slots
 
-    def _room(self, want: Want, rank: int, keep: int = 0) -> dict[str, torch.Tensor]:
+    def _room(self, want: Want, rank: int, keep: int, which: int) -> dict[str, torch.Tensor]:
         """The pool's slots for what must be fetched; the first ``keep`` of them as they are."""
-        count, kind = len(want.fetched[rank]), (want.dtype, want.device, keep)
+        count, kind = len(want.fetched[rank]), (want.dtype, want.device)
         shapes = {name: (count, *home.layout.shape[1:]) for name, home in want.homes.items()}
-        return {name: self._pool.take(name, shape, *kind) for name, shape in shapes.items()}
+        if self.arena is not None and not all(self._pool.has(name, s, *kind, which) for name, s in shapes.items()):
+            # The old buffer may be written to until now, and what is kept of it comes first.
+            self.arena.join()
+            self._since = None
+        return {name: self._pool.take(name, shape, *kind, keep, which) for name, shape in shapes.items()}
 
 
 def _wait(ahead: Coming | None) -> None:
-    """Until it has arrived: the buffers of an exchange must outlive it."""
+    """Until it has arrived."""
     for part in ahead.parts[ahead.filled :] if ahead is not None else ():
-        if part.pending is not None:
-            part.pending.wait()
+        part.wait()
 
 
 def _blocks(want: Want) -> dict[str, torch.Tensor]:

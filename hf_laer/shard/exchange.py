@@ -176,6 +176,11 @@ class Unshard:
         if self.pending is not None:
             self._pass_on(found, slots)
 
+    def wait(self) -> None:
+        """Until what travels has arrived: the buffers of an exchange must outlive it."""
+        if self.pending is not None:
+            self.pending.wait()
+
     def _pass_on(self, found: Sources, slots: dict[str, torch.Tensor]) -> None:
         """What this node got once goes to its other ranks."""
         nodes, size = self.nodes, self.comm.size

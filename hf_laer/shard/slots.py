@@ -8,20 +8,35 @@ import torch
 
 
 class SlotPool:
-    """One growing buffer per parameter name, dtype and device.
+    """One growing buffer per parameter name, dtype, device and set of slots.
 
     Slots are valid until the next layer takes its own: nothing may keep them, backward unshards again. The pool's
     size is the largest layer's slots, whatever the number of layers.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device, int], torch.Tensor] = {}
 
     def take(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, keep: int = 0
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        keep: int = 0,
+        which: int = 0,
     ) -> torch.Tensor:
-        """A tensor of ``shape`` in the pool's buffer for ``name``: its first ``keep`` slots as they were, no others."""
-        key, numel = (name, dtype, device), math.prod(shape)
+        """A tensor of ``shape`` in a buffer for ``name``: its first ``keep`` slots as they were, no others.
+
+        Args:
+            name: The parameter's.
+            shape: ``[S, …]``.
+            dtype: Of the slots.
+            device: Theirs.
+            keep: Slots.
+            which: Of several sets of slots.
+        """
+        key, numel = (name, dtype, device, which), math.prod(shape)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < numel:
             kept = None if buffer is None or keep == 0 else buffer[: keep * math.prod(shape[1:])]
@@ -33,6 +48,11 @@ class SlotPool:
             if kept is not None:
                 buffer[: len(kept)].copy_(kept)
         return buffer[:numel].view(shape)
+
+    def has(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, which: int = 0) -> bool:
+        """Whether :meth:`take` would make no new buffer."""
+        buffer = self._buffers.get((name, dtype, device, which))
+        return buffer is not None and buffer.numel() >= math.prod(shape)
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.shard import ahead
+from hf_laer.shard.pull import Pull
 from tests.engine.cases import batch_of, compare_gradients, expected, loss_of, movement, patched, reference_gradients
 from tests.models import tiny_model
 
@@ -30,6 +31,7 @@ def counted(strategy: str, checkpointing: bool, **config: Any) -> dict[str, int]
         _held_to(expected("qwen3_moe", step, sizes).gradients, model, step)
     movement(model)
     unsharder, found = engine.unsharder, {"ahead": 0, "whole": 0, "layers": LAYERS}
+    assert (unsharder.arena is not None) == config.get("peer_memory", False)
     expect, begin = unsharder.expect, unsharder.begin
 
     def expecting(*args: Any) -> None:
@@ -38,6 +40,7 @@ def counted(strategy: str, checkpointing: bool, **config: Any) -> dict[str, int]
 
     def beginning(*args: Any) -> ahead.Coming:
         coming = begin(*args)
+        assert all(isinstance(part, Pull) == (unsharder.arena is not None) for part in coming.parts)
         found["whole"] += bool(coming.parts)
         return coming
 
@@ -58,10 +61,11 @@ def _held_to(want: dict[str, torch.Tensor], model: nn.Module, step: int) -> None
     compare_gradients(model, want)
 
 
-def unforeseen(how: str, homes: str) -> None:
+def unforeseen(how: str, homes: str, peer_memory: bool) -> None:
     """What was sent ahead and is not wanted, or is no longer right, is not used."""
     plain, model = (tiny_model("mixtral", num_hidden_layers=LAYERS) for _ in range(2))
-    patched(model, strategy=f"fsep+llep:{homes}", **{**SETTINGS, "slots_per_rank": 4 + (homes == "whole")})
+    settings = {**SETTINGS, "slots_per_rank": 4 + (homes == "whole"), "peer_memory": peer_memory}
+    patched(model, strategy=f"fsep+llep:{homes}", **settings)
     for step in range(2):
         _compared(model, plain, step)
     _CASES[how](model, plain)

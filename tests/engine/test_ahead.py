@@ -31,10 +31,14 @@ def test_a_layer_seen_before_begins_a_pass() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("strategy", ["llep", "fsep", "fsep+llep:sharded", "fsdp"])
-def test_travels_once_and_ahead(ranks, strategy: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "peer_memory"),
+    [*((strategy, False) for strategy in ("llep", "fsep", "fsep+llep:sharded", "fsdp")), ("fsep+llep:sharded", True), ("fsdp", True)],
+)
+def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpointing: bool) -> None:
     """How often weights set out in a step, and how much of it before their layer began."""
-    (first, *others) = ranks(3).run(cases_ahead.counted, strategy=strategy, checkpointing=checkpointing)
+    settings = {"strategy": strategy, "peer_memory": peer_memory, "checkpointing": checkpointing}
+    (first, *others) = ranks(3).run(cases_ahead.counted, **settings)
     assert all(other == first for other in others)
     layers = first["layers"]
     # Once for the forward and once for the backward; a checkpointed layer's recompute leaves them in the slots.
@@ -44,10 +48,12 @@ def test_travels_once_and_ahead(ranks, strategy: str, checkpointing: bool) -> No
     assert (first["spilled"] > 0) == ("llep" in strategy)
 
 
+@pytest.mark.parametrize(
+    ("homes", "peer_memory"), [("sharded", False), ("sharded", True), ("whole", False)], ids=["messages", "memory", "whole"]
+)
 @pytest.mark.parametrize("how", ["order", "raises", "eval", "replaced", "in flight"])
-@pytest.mark.parametrize("homes", ["sharded", "whole"])
-def test_what_was_not_foreseen(ranks, how: str, homes: str) -> None:
-    ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes)
+def test_what_was_not_foreseen(ranks, how: str, homes: str, peer_memory: bool) -> None:
+    ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes, peer_memory=peer_memory)
 
 
 def test_without_prefetch(ranks) -> None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 LONGEST = 1 << 19
-_BLOCK, _STEPS = 2048, 8
+_BLOCK, _STEPS, _WARPS = 2048, 8, 4
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 Part = tuple[int, torch.Tensor]
 
@@ -78,7 +78,13 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     for (into_dtype, of_dtype, aligned), some in rows.items():
         table = _cut(np.array(some, np.int64), [0, into_dtype.itemsize, of_dtype.itemsize])
         _copy_kernel[_grid(table)](
-            _on(table, targets[0].device), _DTYPES[into_dtype], _DTYPES[of_dtype], aligned, _BLOCK, _STEPS
+            _on(table, targets[0].device),
+            _DTYPES[into_dtype],
+            _DTYPES[of_dtype],
+            aligned,
+            _BLOCK,
+            _STEPS,
+            num_warps=_WARPS,
         )
 
 
@@ -108,6 +114,7 @@ def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: f
     _sum_kernel[_grid(table)](
         _on(table, into.device), table.shape[1], most, float(before), float(scale), _DTYPES[into.dtype],
         _DTYPES[own_dtype], _DTYPES[other_dtype], before != 0, aligned, _BLOCK, _STEPS,
+        num_warps=_WARPS,
     )  # fmt: skip
 
 
