@@ -21,9 +21,12 @@ from hf_laer.comm.process_group import ProcessGroupCommunicator
 
 logger = logging.getLogger(__name__)
 
+# An arena's streams: what is written into it, and what is read out of others'.
+LAYING, PULLING = range(2)
+
 
 class Arena(Protocol):
-    """One block of bytes on every rank, and a stream of its own for what is done with them.
+    """One block of bytes on every rank, and two streams of its own for what is done with them.
 
     Attributes:
         nbytes: Of each rank's block.
@@ -36,16 +39,19 @@ class Arena(Protocol):
         ...
 
     def meet(self) -> None:
-        """What any rank did before it, on the arena's stream, is done before what any does after it. Collective."""
+        """What any rank did before it on its stream is done before what any does there after it. Collective.
+
+        Only on one of the streams.
+        """
         ...
 
     def mark(self) -> Any:
-        """A point in what this rank's device has to do now, or has done with the arena, inside of :meth:`aside`."""
+        """A point in what this rank's device has to do, on its own stream or, inside of :meth:`aside`, on that one."""
         ...
 
     @contextmanager
-    def aside(self, after: Any) -> Iterator[None]:
-        """What is begun inside runs on the arena's stream, after a mark."""
+    def aside(self, after: Any, stream: int) -> Iterator[None]:
+        """What is begun inside runs on one of the arena's streams, after a mark."""
         ...
 
     def wait(self, mark: Any) -> None:
@@ -74,7 +80,7 @@ class SymmetricArena:
         self._memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._memory, group)
         self._blocks = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
-        self._stream = torch.cuda.Stream(device)
+        self._streams = [torch.cuda.Stream(device) for _ in (LAYING, PULLING)]
         self._limit = min(int(seconds * 1e3), 2**31 - 1)
 
     def of(self, rank: int) -> torch.Tensor:
@@ -92,10 +98,10 @@ class SymmetricArena:
         return event
 
     @contextmanager
-    def aside(self, after: torch.cuda.Event) -> Iterator[None]:
+    def aside(self, after: torch.cuda.Event, stream: int) -> Iterator[None]:
         """See :class:`Arena`."""
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
+        with torch.cuda.stream(self._streams[stream]):
+            self._streams[stream].wait_event(after)
             yield
 
     def wait(self, mark: torch.cuda.Event) -> None:
@@ -104,7 +110,8 @@ class SymmetricArena:
 
     def join(self) -> None:
         """See :class:`Arena`."""
-        torch.cuda.current_stream().wait_stream(self._stream)
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
 
 
 class SharedArena:
@@ -140,7 +147,7 @@ class SharedArena:
         """See :class:`Arena`."""
 
     @contextmanager
-    def aside(self, after: None) -> Iterator[None]:
+    def aside(self, after: None, stream: int) -> Iterator[None]:
         """See :class:`Arena`."""
         yield
 

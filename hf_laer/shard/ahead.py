@@ -140,10 +140,11 @@ class Unsharder:
 
     def _pull(self, want: Want, table: SlotTable, comm: Communicator, arena: Arena, ahead: bool) -> Pull:
         keep = len(want.fetched[comm.rank]) - len(table[comm.rank])
-        since = self._since[1] if ahead and self._since is not None and self._since[0] == want.era else None
         slots = self._room(want, comm.rank, keep, 1 - self._side)
+        since = self._since
         # Without a mark of this era, or in a new buffer, they may have been in use until now.
-        return start_pull(want.homes, table, comm, arena, slots, arena.mark() if since is None else since)
+        after = since[1] if ahead and since is not None and since[0] == want.era else arena.mark()
+        return start_pull(want.homes, table, comm, arena, slots, after)
 
     def finish(self, coming: Coming) -> Stacks:
         """Name to stacks ``[S', D, …]``, together the slots of this rank; own experts apart where they live."""
@@ -179,13 +180,16 @@ class Unsharder:
         _wait(ahead)
 
     def _is_kept(self, want: Want) -> bool:
-        """Whether the slots still hold it, which is asked only within one backward: a recompute's come first.
+        """Whether the slots still hold it, which is asked only in a backward.
 
+        They may come from a recompute, or from the forward of a pass's last layer, whose backward is the first.
         Elsewhere a parameter may have been changed through ``.data``, which nothing counts.
         """
         if self._kept is None or want.era[0] != "backward":
             return False
         kept = self._kept[0]
+        if kept.era[0] == "forward":
+            want = want._replace(era=kept.era)
         return kept.serves(want) and want.serves(kept)
 
     def _filled(self, coming: Coming) -> dict[str, torch.Tensor]:

@@ -7,15 +7,14 @@ device computes, with nothing to pack or unpack. Many small pieces cost the host
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_laer.comm.arena import Arena
+from hf_laer.comm.arena import LAYING, PULLING, Arena
 from hf_laer.comm.base import Communicator
-from hf_laer.shard.exchange import piece
+from hf_laer.compute.segments import copy_all
 from hf_laer.shard.home import Home
 from hf_laer.shard.nodes import SlotTable
 
@@ -79,31 +78,77 @@ def start_pull(
         slots: Name to ``[S, D, …]``, the last ones for these experts.
         after: The arena's mark after which nobody uses the slots, and the parameters are those that are wanted.
     """
-    me = comm.rank
-    kind = next(iter(slots.values())).dtype
-    mine = {name: stack[len(stack) - len(table[me]) :] for name, stack in slots.items()}
-    with arena.aside(after):
+    me, held = comm.rank, table[comm.rank]
+    dtype = next(iter(slots.values())).dtype
+    mine = {name: stack[len(stack) - len(held) :] for name, stack in slots.items()}
+    local = {name: home.local for name, home in homes.items()}
+    blocks = [_blocks(homes, arena, dtype, rank) for rank in range(comm.size)]
+    portions, laid_out = _portions(homes), []
+    with arena.aside(after, PULLING):
         arena.meet()  # all have what they wanted of what lay there
-        for name, block in _blocks(homes, arena, kind, me):
-            block.copy_(homes[name].local, non_blocking=True)
-        arena.meet()
-        # Each begins with another rank, so that no link has to carry all at once.
-        for rank in ((me + at) % comm.size for at in range(1, comm.size + 1)):
-            for name, block in _blocks(homes, arena, kind, rank):
-                here = piece(homes[name].layout, rank, table[me])
-                for target, source in zip(here.of_slots(mine[name]), here.of_home(block), strict=True):
-                    for into, out_of in zip(target.unbind(), source.unbind(), strict=True):
-                        into.copy_(out_of, non_blocking=True)
-        done = arena.mark()
-    return Pull(table, comm, arena, done)
+        free = arena.mark()
+    with arena.aside(free, LAYING):
+        for portion in portions:
+            for name, experts in portion:
+                some = slice(experts.start, experts.stop)
+                blocks[me][name][some].copy_(local[name][some], non_blocking=True)
+            laid_out.append(arena.mark())
+        _copy_own(homes, local, mine, held, me)
+        own = arena.mark()
+    for portion, there in zip(portions, laid_out, strict=True):
+        with arena.aside(there, PULLING):
+            arena.meet()
+            # Each begins with another rank, so that no link has to carry all at once.
+            for rank in ((me + at) % comm.size for at in range(1, comm.size)):
+                for name, experts in portion:
+                    _copy_of(blocks[rank][name], mine[name], homes[name].layout.rows[rank], held, experts)
+    with arena.aside(own, PULLING):
+        return Pull(table, comm, arena, arena.mark())
 
 
-def _blocks(homes: dict[str, Home], arena: Arena, dtype: torch.dtype, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _copy_of(block: torch.Tensor, slots: torch.Tensor, rows: range, held: tuple[int, ...], experts: range) -> None:
+    """A rank's rows of the experts that are held here, of some experts."""
+    for slot, expert in enumerate(held):
+        if expert in experts:
+            slots[slot, rows.start : rows.stop].copy_(block[expert], non_blocking=True)
+
+
+def _copy_own(
+    homes: dict[str, Home],
+    blocks: dict[str, torch.Tensor],
+    slots: dict[str, torch.Tensor],
+    held: tuple[int, ...],
+    rank: int,
+) -> None:
+    """This rank's own rows."""
+    rows = {name: slice(home.layout.rows[rank].start, home.layout.rows[rank].stop) for name, home in homes.items()}
+    targets = [slots[name][slot : slot + 1, rows[name]] for name in homes for slot in range(len(held))]
+    copy_all(targets, [blocks[name][expert : expert + 1] for name in homes for expert in held])
+
+
+def _portions(homes: dict[str, Home]) -> list[list[tuple[str, range]]]:
+    """Names and experts in the order in which they are laid out and fetched, the small first.
+
+    While one portion is fetched the next is laid out, so they are some, but not many.
+    """
+    size = {name: math.prod(home.layout.shape) for name, home in homes.items()}
+    names = sorted(homes, key=size.__getitem__)
+    large = [name for name in names if size[name] * len(names) >= size[names[-1]]]
+    portions = [[(name, range(homes[name].layout.shape[0])) for name in names if name not in large]]
+    for name in large:
+        count = homes[name].layout.shape[0]
+        portions += [[(name, range(count // 2))], [(name, range(count // 2, count))]]
+    # What is small goes with the first of what is large.
+    return [portions[0] + portions[1], *portions[2:]]
+
+
+def _blocks(homes: dict[str, Home], arena: Arena, dtype: torch.dtype, rank: int) -> dict[str, torch.Tensor]:
     """A rank's blocks where they are laid out."""
-    memory, (places, _) = arena.of(rank), _places(homes, dtype)
+    memory, (places, _), found = arena.of(rank), _places(homes, dtype), {}
     for name, home in homes.items():
         shape = home.layout.block_shape(rank)
-        yield name, memory[places[name] :][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        found[name] = memory[places[name] :][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    return found
 
 
 def _places(homes: dict[str, Home], dtype: torch.dtype) -> tuple[dict[str, int], int]:

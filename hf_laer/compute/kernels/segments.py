@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-LONGEST = 1 << 19
-_BLOCK, _STEPS, _WARPS = 2048, 8, 4
+LONGEST = 1 << 20
+_BLOCK, _STEPS, _WARPS = 4096, 2, 8
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 Part = tuple[int, torch.Tensor]
 
