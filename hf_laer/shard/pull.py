@@ -83,25 +83,24 @@ def start_pull(
     mine = {name: stack[len(stack) - len(held) :] for name, stack in slots.items()}
     local = {name: home.local for name, home in homes.items()}
     blocks = [_blocks(homes, arena, dtype, rank) for rank in range(comm.size)]
-    portions, laid_out = _portions(homes), []
     with arena.aside(after, PULLING):
         arena.meet()  # all have what they wanted of what lay there
         free = arena.mark()
-    with arena.aside(free, LAYING):
-        for portion in portions:
+    for portion in _portions(homes):
+        with arena.aside(free, LAYING):
             for name, experts in portion:
                 some = slice(experts.start, experts.stop)
                 blocks[me][name][some].copy_(local[name][some], non_blocking=True)
-            laid_out.append(arena.mark())
-        _copy_own(homes, local, mine, held, me)
-        own = arena.mark()
-    for portion, there in zip(portions, laid_out, strict=True):
+            there = arena.mark()
         with arena.aside(there, PULLING):
             arena.meet()
             # Each begins with another rank, so that no link has to carry all at once.
             for rank in ((me + at) % comm.size for at in range(1, comm.size)):
                 for name, experts in portion:
                     _copy_of(blocks[rank][name], mine[name], homes[name].layout.rows[rank], held, experts)
+    with arena.aside(free, LAYING):
+        _copy_own(homes, local, mine, held, me)
+        own = arena.mark()
     with arena.aside(own, PULLING):
         return Pull(table, comm, arena, arena.mark())
 
