@@ -34,7 +34,7 @@ from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.nodes import Nodes
-from hf_laer.shard.pull import pullable, staged_bytes
+from hf_laer.shard.pull import staged_bytes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
 from hf_laer.start import broadcast, compile_planners, told_alike
@@ -254,12 +254,10 @@ class Engine:
             return None
         sizes = [0]
         for layer in self.layers.values():
-            slots = layer.spec.num_experts
-            if relays(layer.config):
-                slots = layer.config.slots_for(slots, len(self._groups[0]))
-            if pullable(layer.homes, (tuple(range(slots)),) * weights.size):
-                dtype = self.compute_dtype or layer.homes[layer.spec.down].parameter.dtype
-                sizes.append(staged_bytes(layer.homes, dtype))
+            experts = layer.spec.num_experts
+            slots = layer.config.slots_for(experts, len(self._groups[0])) if relays(layer.config) else experts
+            dtype = self.compute_dtype or layer.homes[layer.spec.down].parameter.dtype
+            sizes.append(staged_bytes(layer.homes, slots, weights.size, dtype))
         return make_arena(weights, max(sizes), device, self.watch.limit)
 
     def _checked_groups(self, mesh: DeviceMesh) -> list[range]:

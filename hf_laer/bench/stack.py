@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from hf_laer.comm.base import Communicator
 from hf_laer.config import STRATEGIES, LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.profile import Profile
-from hf_laer.shard.ahead import Coming, Stacks, Unsharder, Want
+from hf_laer.shard.ahead import Coming, Unsharder, Want
 
 FSDP2 = "fsdp2"
 CONTENDERS = (*STRATEGIES, FSDP2)
@@ -64,10 +65,11 @@ class StackMeasured:
 class Attention(nn.Module):
     """Causal attention, heads of 128, over sequences of ``length`` tokens: ``[T, H]`` to ``[T, H]``."""
 
-    def __init__(self, hidden: int, length: int, kind: dict[str, Any]) -> None:
+    def __init__(self, hidden: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
+        kind: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.heads, self.length = max(1, hidden // 128), length
-        self.into, self.out_of = (nn.Linear(hidden, size, bias=False, **kind) for size in (3 * hidden, hidden))
+        self.into, self.out_of = (nn.Linear(hidden, size, **kind) for size in (3 * hidden, hidden))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         split = self.into(hidden).view(-1, self.length, 3, self.heads, hidden.shape[1] // self.heads)
@@ -80,7 +82,8 @@ class GroupedExperts(BenchExperts):
     """The experts as FSDP2 runs them: gathered by it, own tokens alone."""
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        return own_tokens(hidden, index, gates, self.gate_up_proj, self.down_proj)
+        weights = self.get_parameter("gate_up_proj"), self.get_parameter("down_proj")
+        return own_tokens(hidden, index, gates, *weights)
 
 
 class EngineExperts(BenchExperts):
@@ -146,10 +149,10 @@ class MeasuredUnsharder(Unsharder):
         self._kept = want, self._room(want, comm.rank, 0, self._side)
         return Coming(want, [])
 
-    def alone(self, want: Want, comm: Communicator) -> Stacks:
+    def alone(self, want: Want, comm: Communicator) -> None:
         """One layer's, now."""
         self._calls += 1
-        return self.finish(super().begin(want._replace(era=("bench", self._calls)), comm))
+        self.finish(super().begin(want._replace(era=("bench", self._calls)), comm))
 
 
 def arriving(want: Want, rank: int) -> int:
@@ -226,7 +229,7 @@ class StackBench:
             batch = Batch(self.shape, scenario, self.device, self.dtype)
             for _ in range(4):
                 made.step(batch)
-            step_ms, peak = timed(lambda made=made, batch=batch: made.step(batch), self.device, iterations)
+            step_ms, peak = timed(partial(made.step, batch), self.device, iterations)
             layer_ms = (step_ms - without) / self.shape.layers
             one = StackMeasured(contender, scenario, step_ms, layer_ms, peak)
             found.append(self._with_unshards(made, batch, one, iterations))
@@ -242,21 +245,27 @@ class StackBench:
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         if sent.item() == 0:
             return one
-        unshard_ms, _ = timed(lambda: unsharder.alone(want, comm) and None, self.device, iterations)
+        unshard_ms, _ = timed(partial(unsharder.alone, want, comm), self.device, iterations)
         unsharder.stubbed = True
-        stubbed_ms, _ = timed(lambda: made.step(batch), self.device, iterations)
+        stubbed_ms, _ = timed(partial(made.step, batch), self.device, iterations)
         unsharder.stubbed = False
-        hidden = 1 - (one.step_ms - stubbed_ms) / (2 * self.shape.layers * unshard_ms)
+        # The last layer's serves its forward and its backward.
+        hidden = 1 - (one.step_ms - stubbed_ms) / ((2 * self.shape.layers - 1) * unshard_ms)
         return replace(one, unshard_ms=unshard_ms, unshard_gb_s=sent.item() / unshard_ms / 1e6, hidden=hidden)
 
     def _made(self, contender: str) -> _Made:
         """The stack of one contender, sharded. Collective over the world."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        kind = {"device": self.device, "dtype": self.dtype}
-        experts = {ATTENTION: lambda: None, FSDP2: lambda: GroupedExperts(self.shape, *kind.values())}
-        make = experts.get(contender, lambda: EngineExperts(self.shape, *kind.values()))
-        blocks = [Block(Attention(self.shape.hidden, self.length, kind), make()) for _ in range(self.shape.layers)]
+        kind = self.device, self.dtype
+        experts = GroupedExperts if contender == FSDP2 else EngineExperts
+        blocks = [
+            Block(
+                Attention(self.shape.hidden, self.length, *kind),
+                None if contender == ATTENTION else experts(self.shape, *kind),
+            )
+            for _ in range(self.shape.layers)
+        ]
         stack = Stack(blocks)
         if contender in (ATTENTION, FSDP2):
             self._shard(stack)

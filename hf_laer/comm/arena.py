@@ -127,11 +127,9 @@ class SharedArena:
         with tempfile.TemporaryDirectory() as folder:
             told: list[list[str]] = [[] for _ in range(comm.size)]
             mine = [str(Path(folder) / "arena")]
-            own = torch.UntypedStorage.from_file(mine[0], True, nbytes)
+            own = _mapped(mine[0], nbytes)
             dist.all_gather_object(told, mine, group=comm.group)
-            shared = [own if (path,) == tuple(mine) else torch.UntypedStorage.from_file(path, True, nbytes)
-                      for (path,) in told]  # fmt: skip
-            self._blocks = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in shared]
+            self._blocks = [own if path == mine[0] else _mapped(path, nbytes) for (path,) in told]
             # Nobody's file goes before all have mapped it.
             self.meet()
 
@@ -156,6 +154,11 @@ class SharedArena:
 
     def join(self) -> None:
         """See :class:`Arena`."""
+
+
+def _mapped(path: str, nbytes: int) -> torch.Tensor:
+    """uint8 ``[nbytes]`` in a file, which is made if there is none."""
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def make_arena(comm: Communicator, nbytes: int, device: torch.device, seconds: float) -> Arena | None:

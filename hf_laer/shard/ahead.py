@@ -16,7 +16,7 @@ from hf_laer.comm.base import Communicator
 from hf_laer.shard.exchange import SlotTable, Unshard, beyond_own, is_local, start_unshard
 from hf_laer.shard.home import Home
 from hf_laer.shard.nodes import Nodes
-from hf_laer.shard.pull import Pull, pullable, staged_bytes, start_pull
+from hf_laer.shard.pull import Pull, staged_bytes, start_pull
 from hf_laer.shard.slots import SlotPool
 
 # The slots that messages fill; pulls fill two other sets in turn, one of which the device uses meanwhile.
@@ -76,7 +76,7 @@ class Coming:
     """
 
     want: Want
-    parts: list[Unshard] | list[Pull]
+    parts: list[Unshard | Pull]
     filled: int = 0
 
 
@@ -122,7 +122,7 @@ class Unsharder:
         return Coming(want, [self._start(want, comm)])
 
     def _start(self, want: Want, comm: Communicator, ahead: bool = False) -> Unshard | Pull:
-        if self.arena is not None and self._pulls(want):
+        if self.arena is not None and self._pulls(want, self.arena):
             return self._pull(want, want.fetched, comm, self.arena, ahead)
         whole = beyond_own(want.homes, want.table) is not None
         return start_unshard(want.homes, want.fetched, comm, want.dtype, want.device, (), self.nodes, whole)
@@ -133,10 +133,10 @@ class Unsharder:
             return self._pull(want, table, comm, ahead.parts[0].arena, False)
         return start_unshard(want.homes, table, comm, want.dtype, want.device, ahead.want.fetched, self.nodes)
 
-    def _pulls(self, want: Want) -> bool:
+    def _pulls(self, want: Want, arena: Arena) -> bool:
         """Whether experts are read from memory; the same answer on all ranks."""
-        fits = self.arena is not None and staged_bytes(want.homes, want.dtype) <= self.arena.nbytes
-        return fits and pullable(want.homes, want.fetched)
+        slots, ranks = max(map(len, want.fetched)), len(want.fetched)
+        return 0 < staged_bytes(want.homes, slots, ranks, want.dtype) <= arena.nbytes
 
     def _pull(self, want: Want, table: SlotTable, comm: Communicator, arena: Arena, ahead: bool) -> Pull:
         keep = len(want.fetched[comm.rank]) - len(table[comm.rank])
@@ -159,7 +159,8 @@ class Unsharder:
             self._since = want.era, self.arena.mark()
         if beyond_own(want.homes, want.table) is None:
             return {name: (stack,) for name, stack in slots.items()}
-        own = coming.parts[0].blocks if coming.parts else _blocks(want)
+        first = coming.parts[0] if coming.parts else None
+        own = first.blocks if isinstance(first, Unshard) else _blocks(want)
         return {name: (own[name], slots[name]) for name in want.homes}
 
     def settle(self, layer: str, era: Era) -> None:

@@ -48,16 +48,19 @@ class Pull:
         self.arena.wait(self.done)
 
 
-def pullable(homes: dict[str, Home], table: SlotTable) -> bool:
-    """Whether experts are cut over the ranks, in pieces few enough; the same answer on all ranks."""
+def staged_bytes(homes: dict[str, Home], slots: int, ranks: int, dtype: torch.dtype) -> int:
+    """Bytes of a rank's blocks as they are laid out; 0 where experts are not to be fetched so. The same on all ranks.
+
+    Args:
+        homes: The layer's parameters by name.
+        slots: Experts of the rank that fetches most.
+        ranks: N.
+        dtype: Of the slots.
+    """
     layouts = [home.layout for home in homes.values()]
     cut = all(len(layout.experts[0]) == layout.shape[0] for layout in layouts)
-    return cut and max(map(len, table)) * len(layouts) * (len(table) - 1) <= MOST_COPIES
-
-
-def staged_bytes(homes: dict[str, Home], dtype: torch.dtype) -> int:
-    """Bytes of a rank's blocks as they are laid out."""
-    return _places(homes, dtype)[1]
+    few = slots * len(layouts) * (ranks - 1) <= MOST_COPIES
+    return _places(homes, dtype)[1] if cut and few else 0
 
 
 def start_pull(

@@ -7,6 +7,9 @@ import pytest
 from hf_laer.passes import Passes
 from tests.engine import cases_ahead
 
+# Strategies whose experts may be read from peers' memory.
+CUT = ("fsep+llep:sharded", "fsdp")
+
 
 def test_order_is_learnt_from_the_pass_before() -> None:
     passes = Passes()
@@ -33,7 +36,7 @@ def test_a_layer_seen_before_begins_a_pass() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize(
     ("strategy", "peer_memory"),
-    [*((strategy, False) for strategy in ("llep", "fsep", "fsep+llep:sharded", "fsdp")), ("fsep+llep:sharded", True), ("fsdp", True)],
+    [(one, False) for one in ("llep", "fsep", "fsep+llep:sharded", "fsdp")] + [(one, True) for one in CUT],
 )
 def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpointing: bool) -> None:
     """How often weights set out in a step, and how much of it before their layer began."""
@@ -50,7 +53,9 @@ def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpo
 
 
 @pytest.mark.parametrize(
-    ("homes", "peer_memory"), [("sharded", False), ("sharded", True), ("whole", False)], ids=["messages", "memory", "whole"]
+    ("homes", "peer_memory"),
+    [("sharded", False), ("sharded", True), ("whole", False)],
+    ids=["messages", "memory", "whole"],
 )
 @pytest.mark.parametrize("how", ["order", "raises", "eval", "replaced", "in flight"])
 def test_what_was_not_foreseen(ranks, how: str, homes: str, peer_memory: bool) -> None:
