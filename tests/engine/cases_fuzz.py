@@ -100,12 +100,13 @@ class Subject:
     def _choose(self, layer: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Other experts than the router's, under its weights; no token at all where the rank has no rows."""
         hidden, index, weights = args
+        if self.example.bf16:
+            # Rounding may tip the router's own choice, here as in the unpatched model: these weights do without it. On
+            # every rank: where all but the router is frozen, a rank that kept its weights would have a backward alone.
+            weights = hidden[:, : self.example.top_k].sigmoid().to(weights.dtype)
         if self.example.batches[self.now.source][0] == 0:
             return hidden[:0], index[:0], weights[:0]
-        if self.example.bf16:
-            # Rounding may tip the router's own choice, here as in the unpatched model: these weights do without it.
-            weights = hidden[:, : self.example.top_k].sigmoid().to(weights.dtype)
-        elif self.example.routing in ("model", "ties"):
+        if not self.example.bf16 and self.example.routing in ("model", "ties"):
             return args
         seed = 100 * self.now.step + 10 * self.now.source + layer
         return hidden, chosen(self.example, len(index), seed).to(index.dtype), weights

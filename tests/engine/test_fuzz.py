@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_laer.config import FORECASTS, STRATEGIES
 from tests.engine import cases_fuzz
 from tests.engine.cases_fuzz import PARTS, Example
+from tests.models import settings_of
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "qwen3_next")
 ROUTINGS = ("random", "model", "skewed", "one", "last", "moving", "ties")
@@ -20,13 +21,14 @@ ROUTINGS = ("random", "model", "skewed", "one", "last", "moving", "ties")
 @st.composite
 def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
     """Settings that go together on so many ranks."""
-    strategy = draw(st.sampled_from(STRATEGIES))
+    kind = settings_of(draw(st.sampled_from((*STRATEGIES, "fsep+llep:whole"))))
+    strategy = kind["strategy"]
     sizes = [size for size in (1, 2, 3, 4) if shards % size == 0]
-    group = draw(st.sampled_from([None, *sizes]))
+    group = None if "expert_homes" in kind else draw(st.sampled_from([None, *sizes]))
     per_group = 1 if strategy == "fsdp" else group or shards
     share = -(-experts // per_group)
     config = {
-        "strategy": strategy,
+        **kind,
         "group_size": group,
         "min_tokens_per_gemm": draw(st.sampled_from((1, 4, 1024))),
         "imbalance_threshold": draw(st.sampled_from((1.0, 1.3))),
@@ -37,8 +39,6 @@ def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
     if strategy.startswith("fsep"):
         config["slots_per_rank"] = draw(st.one_of(st.none(), st.integers(share, experts)))
         config["history"] = draw(st.integers(1, 3))
-        if strategy == "fsep+llep" and group is None:
-            config["expert_homes"] = draw(st.sampled_from((None, "whole", "whole", "sharded")))
         config["relayout_interval"] = draw(st.integers(1, 2))
         config["forecast"] = draw(st.sampled_from(FORECASTS))
     return config
