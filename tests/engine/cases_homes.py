@@ -15,7 +15,8 @@ from hf_laer import strategy as planning
 from hf_laer.engine import Engine
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.plan import Plan, llep
-from hf_laer.shard.exchange import Unshard, beyond_own
+from hf_laer.shard.ahead import Coming, Want
+from hf_laer.shard.exchange import beyond_own
 from tests.engine import cases
 from tests.models import assert_close, full, tiny_model
 from tests.reports.steered import Steered
@@ -23,6 +24,11 @@ from tests.reports.steered import Steered
 # Nearly all tokens to the first two experts, which one rank owns; then to the last ones.
 HOT, OTHERS = [0, 1, 0, 1, 0, 1, 0, 2], [4, 3, 4, 3, 4, 3, 4, 0]
 LAYERS = 3
+
+
+def _count(want: Want) -> int:
+    """Experts that travel, over all ranks."""
+    return sum(map(len, want.fetched))
 
 
 @contextmanager
@@ -41,19 +47,22 @@ class Sent:
     def __init__(self, engine: Engine) -> None:
         self.ahead, self.late = 0, 0
         unsharder = engine.unsharder
-        expect, start = unsharder.expect, unsharder._start
+        expect, begin = unsharder.expect, unsharder.begin
 
-        def expecting(*args: Any) -> None:
-            before = self.late
-            expect(*args)
-            self.ahead, self.late = self.ahead + self.late - before, before
+        def expecting(want: Want, *args: Any) -> None:
+            expect(want, *args)
+            self.ahead += _count(want) if unsharder._ahead is not None else 0
 
-        def starting(want: Any, table: Any, *args: Any) -> Unshard:
+        def beginning(want: Want, *args: Any) -> Coming:
+            ahead = unsharder._ahead
+            coming = begin(want, *args)
             assert beyond_own(want.homes, want.table) is not None, "own experts are used where they live"
-            self.late += sum(map(len, table))
-            return start(want, table, *args)
+            if coming.parts:
+                served = ahead is not None and coming.parts is ahead.parts
+                self.late += _count(want) - (_count(ahead.want) if served else 0)
+            return coming
 
-        unsharder.expect, unsharder._start = expecting, starting  # type: ignore[method-assign]
+        unsharder.expect, unsharder.begin = expecting, beginning  # type: ignore[method-assign]
 
     def drain(self) -> tuple[int, int]:
         """Ahead and late, since the last time; the same on all ranks."""
