@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_laer.choice import Choice, choose, settled
-from hf_laer.comm.arena import Arena, make_arena
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.local import LocalCommunicator
@@ -27,20 +26,19 @@ from hf_laer.config import AUTO, LaerConfig
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
-from hf_laer.plan import CostModel, chunk_owners, gained, holders, own_part, owner_loads
+from hf_laer.plan import CostModel, own_part
 from hf_laer.plan.types import Placement, Plan
 from hf_laer.profile import Profile, read_profile, shipped_profile
 from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
 from hf_laer.shard.home import Layout, plain_home, sharded_home
 from hf_laer.shard.nodes import Nodes
-from hf_laer.shard.pull import staged_bytes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
-from hf_laer.start import broadcast, compile_planners, told_alike
+from hf_laer.start import arena_for, broadcast, compile_planners, told_alike
 from hf_laer.strategy import make_plan, needs_loads, relays, sharded_dim, token_groups
 from hf_laer.tables import digests, table_of
-from hf_laer.telemetry.record import LayerRecord, LoadsWatcher, Recorder
+from hf_laer.telemetry.record import LoadsWatcher, Recorder, holders_of, record_of
 from hf_laer.tuner import LayerTuner
 
 # The token group of a layer that exchanges no tokens.
@@ -242,23 +240,11 @@ class Engine:
                 parameter = parameters.pop(key)
                 dtype = master_dtype if master_dtype is not None and parameter.requires_grad else parameter.dtype
                 self._shard(layer, key, parameter, dtype, src_rank, offload)
-        self.unsharder.arena = self._arena(_device(mesh))
+        sizes = [layer.staged_bytes(self.compute_dtype, len(groups[0])) for layer in self.layers.values()]
+        host = self.ranks_per_node, _device(mesh), self.watch.limit
+        self.unsharder.arena = arena_for(self.comms.weights, max(sizes, default=0), self.config, *host)
         self._tuners.clear()
         self._held.clear()
-
-    def _arena(self, device: torch.device) -> Arena | None:
-        """Memory of the ranks that shard the experts, where they can read it and some layer's experts suit that."""
-        weights, wanted = self.comms.weights, self.config.peer_memory
-        wanted = device.type == "cuda" if wanted is None else wanted
-        if not wanted or self.config.check_collectives or not 1 < weights.size <= self.ranks_per_node:
-            return None
-        sizes = [0]
-        for layer in self.layers.values():
-            experts = layer.spec.num_experts
-            slots = layer.config.slots_for(experts, len(self._groups[0])) if relays(layer.config) else experts
-            dtype = self.compute_dtype or layer.homes[layer.spec.down].parameter.dtype
-            sizes.append(staged_bytes(layer.homes, slots, weights.size, dtype))
-        return make_arena(weights, max(sizes), device, self.watch.limit)
 
     def _checked_groups(self, mesh: DeviceMesh) -> list[range]:
         """The token groups of the layers that exchange tokens, once the sizes are known to go together."""
@@ -504,27 +490,13 @@ class Engine:
         """Feeds tuner, recorder and watcher; only ever with a training micro-batch's first forward."""
         if relays(layer.config):
             self._tuner(layer).observe(loads, plans)
-        experts = layer.spec.num_experts
-        tables = [holders(plan.placement.slots, experts) for plan in plans]
-        held = tables[0] if len(tables) == 1 else np.concatenate(tables)
-        before = self._held.get(layer.name, held)
-        self._held[layer.name] = held
-        expert_loads, before_plan = owner_loads(group, chunk_owners(experts, len(group)))
+        held = holders_of(plans, layer.spec.num_experts)
+        before, self._held[layer.name] = self._held.get(layer.name, held), held
         step = self._steps[layer.name] = self._steps.get(layer.name, -1) + 1
-        self.recorder.add(
-            LayerRecord(
-                layer=layer.name,
-                step=step,
-                expert_loads=expert_loads,
-                loads_before=before_plan,
-                loads_after=mine.rank_loads,
-                spilled=sum(plan.spilled for plan in plans),
-                moved=int(gained(held, before)),
-                plan_seconds=seconds,
-                forecast=self._tuner(layer).forecast if relays(layer.config) else "",
-                strategy=layer.config.strategy,
-            )
-        )
+        record = record_of(layer.name, step, held, before, group, plans, mine)
+        forecast = self._tuner(layer).forecast if relays(layer.config) else ""
+        strategy = layer.config.strategy
+        self.recorder.add(replace(record, plan_seconds=seconds, forecast=forecast, strategy=strategy))
         if self.watcher is not None:
             self.watcher(layer.name, self._everyones(counts), top_k)
 

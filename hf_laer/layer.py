@@ -31,6 +31,8 @@ from hf_laer.config import LaerConfig
 from hf_laer.shard.ahead import Coming, Era, Want
 from hf_laer.shard.exchange import SlotTable, beyond_own, start_reshard
 from hf_laer.shard.home import Home
+from hf_laer.shard.pull import staged_bytes
+from hf_laer.strategy import relays
 
 if TYPE_CHECKING:
     from hf_laer.engine import Engine
@@ -187,6 +189,18 @@ class MoELayer:
         reduce_bytes = (reduce_dtype or down.parameter.dtype).itemsize if self.trained else 0
         kind = gated, value_bytes, reduce_bytes, recompute, looped
         return LayerSizes(self.spec.num_experts, self.spec.hidden_size, intermediate, top_k, *kind)
+
+    def staged_bytes(self, dtype: torch.dtype | None, ranks: int) -> int:
+        """Of a rank's memory that others are to read this layer's experts from; 0 where they get messages.
+
+        Args:
+            dtype: Of compute, or the parameters'.
+            ranks: Of one token group.
+        """
+        experts = self.spec.num_experts
+        slots = self.config.slots_for(experts, ranks) if relays(self.config) else experts
+        kind = dtype or self.homes[self.spec.down].parameter.dtype
+        return staged_bytes(self.homes, slots, self.engine.comms.weights.size, kind)
 
     def versions(self) -> list[int]:
         """Grows with every change in place of a parameter, as autograd counts it."""

@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_laer.comm.arena import Arena, make_arena
+from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import device_memory, device_name
+from hf_laer.config import LaerConfig
 from hf_laer.plan import compile_kernels
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,25 @@ def compile_planners(mesh: DeviceMesh, ranks_per_node: int) -> None:
     dist.barrier(device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None)
     if not first:
         compile_kernels()
+
+
+def arena_for(
+    weights: Communicator, nbytes: int, config: LaerConfig, ranks_per_node: int, device: torch.device, seconds: float
+) -> Arena | None:
+    """Memory that the ranks that shard the experts read of each other, where they are to. Collective over ``weights``.
+
+    Args:
+        weights: The ranks.
+        nbytes: What the layers want at most.
+        config: Says whether it is wanted.
+        ranks_per_node: Ranks that share a node.
+        device: This rank's.
+        seconds: After which a rank that does not come is given up.
+    """
+    wanted = device.type == "cuda" if config.peer_memory is None else config.peer_memory
+    if not wanted or config.check_collectives or not 1 < weights.size <= ranks_per_node:
+        return None
+    return make_arena(weights, nbytes, device, seconds)
 
 
 def broadcast(full: torch.Tensor, dtype: torch.dtype, device: torch.device, src_rank: int) -> torch.Tensor:

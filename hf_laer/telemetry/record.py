@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from hf_laer.plan import chunk_owners, gained, holders, owner_loads
+from hf_laer.plan.types import Plan
 
 # Told of each layer and training micro-batch: the layer's name, the loads int64 [N, E] of all ranks of the world, and
 # K. All ranks have one or none, since gathering these loads is collective.
@@ -41,6 +44,30 @@ class LayerRecord:
     plan_seconds: float
     forecast: str = ""
     strategy: str = ""
+
+
+def holders_of(plans: Sequence[Plan], experts: int) -> np.ndarray:
+    """bool ``[N, E]``: which rank holds which expert, the token groups' plans one after the other."""
+    return np.concatenate([holders(plan.placement.slots, experts) for plan in plans])
+
+
+def record_of(
+    layer: str, step: int, held: np.ndarray, before: np.ndarray, group: np.ndarray, plans: Sequence[Plan], mine: Plan
+) -> LayerRecord:
+    """The record of one micro-batch; what only the engine knows is left out.
+
+    Args:
+        layer: Its name.
+        step: See :class:`LayerRecord`.
+        held: bool ``[N, E]``, who holds which expert.
+        before: Likewise, in the micro-batch before.
+        group: int64 ``[N, E]``, the loads of this rank's token group.
+        plans: Of all token groups that are known here.
+        mine: That of this rank's.
+    """
+    expert_loads, before_plan = owner_loads(group, chunk_owners(group.shape[1], len(group)))
+    spilled, moved = sum(plan.spilled for plan in plans), int(gained(held, before))
+    return LayerRecord(layer, step, expert_loads, before_plan, mine.rank_loads, spilled, moved, 0.0)
 
 
 class Recorder:
