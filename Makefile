@@ -21,12 +21,15 @@ PROCESSES ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 LAUNCH = recipes/accelerate/cpu_2processes.yaml
 RECIPE = recipes/smollm2_moe.yaml
 OUTPUT = outputs/sft
+# Of hf_laer, or none. `make sft STRATEGY=llep OPTIONS="--imbalance_threshold 1"` moves tokens whether it pays or not.
+STRATEGY = auto
 OPTIONS =
 
 .PHONY: sft
 sft: setup
 	$(BIN)/accelerate launch --config_file $(LAUNCH) --main_process_port 0 --num_processes $(PROCESSES) \
-		recipes/sft.py --config $(RECIPE) --output_dir $(OUTPUT) $(OPTIONS)
+		recipes/sft.py --config $(RECIPE) --output_dir $(OUTPUT) \
+		--strategy $(STRATEGY) $(OPTIONS)
 	$(BIN)/python recipes/generate.py $(OUTPUT)/final "What is 24 * 17?"
 
 test: setup

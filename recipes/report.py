@@ -21,6 +21,12 @@ LEFT = (
     "auto left every MoE layer to FSDP2, which is predicted to be as fast here as anything that hf_laer could do: it "
     "took no part in this run, and saw no loads. Name a --strategy to see them."
 )
+UNMOVED = (
+    "The fullest rank had {owners:.2f} times the mean load, and nothing was moved: every token was computed by the "
+    "static owner of its expert, as under ep, or because moving was predicted not to pay. The best static layout of "
+    "each layer, known only afterwards, would have had {static:.2f}. --strategy llep --imbalance_threshold 1 "
+    "--min_tokens_per_gemm 1 moves tokens whether it pays or not."
+)
 
 
 def report(
@@ -70,6 +76,8 @@ def verdict(summaries: Sequence[LayerSummary]) -> str:
     )
     if owners < 1.005:
         return f"{text} There was nothing to balance."
+    if not any(summary.spilled or summary.moved for summary in summaries) and planned > owners - 0.005:
+        return UNMOVED.format(owners=owners, static=static)
     if planned < static:
         share = (static - planned) / (owners - planned)
         return f"{text} No static layout would have shown {share:.0%} of the gain."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import accelerate.accelerator
 import pytest
 from transformers.trainer_callback import CallbackHandler
@@ -13,6 +16,19 @@ from hf_laer.integrations import upstream
 def test_upstream_is_as_expected(name: str) -> None:
     """Fails when Accelerate or Transformers changes what a patch replaces."""
     upstream.check(name)
+
+
+def test_symmetric_memory_is_as_expected() -> None:
+    """Fails when PyTorch changes what ``hf_laer/comm/arena.py`` calls of it, of which no test here runs."""
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._C._distributed_c10d import _SymmetricMemory as Handle
+
+    assert {"size", "dtype", "device"} <= set(inspect.signature(symmetric.empty).parameters)
+    assert list(inspect.signature(symmetric.rendezvous).parameters) == ["tensor", "group"]
+    assert str(inspect.signature(symmetric.rendezvous).return_annotation).strip("'").endswith("_SymmetricMemory")
+    # Compiled methods have no signature but in the first line of what they say of themselves.
+    assert re.match(r"get_buffer\(self: \S+, rank: .*, sizes: .*, dtype: ", Handle.get_buffer.__doc__ or "")
+    assert re.match(r"barrier\(self: \S+, channel: .*, timeout_ms: ", Handle.barrier.__doc__ or "")
 
 
 def test_changed_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ def _forget_state() -> Iterator[None]:
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_shipped_recipes_are_understood(file: Path, tmp_path: Path) -> None:
     settings = arguments.parse(["--config", str(file), "--output_dir", str(tmp_path)])
-    assert isinstance(settings.laer.to_config(), LaerConfig)
+    assert settings.laer.to_config() is not None
+    assert settings.laer.strategy == "auto"
     assert settings.training.output_dir == str(tmp_path)
     assert settings.training.gradient_checkpointing
     assert settings.recipe.dequantize == ("gpt-oss" in str(settings.model.model_name_or_path))

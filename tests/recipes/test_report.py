@@ -50,6 +50,14 @@ def test_verdict_admits_that_a_static_layout_would_do() -> None:
     assert "a better static layout would have done as well" in report.verdict(report.summarize(records))
 
 
+def test_verdict_where_nothing_moved() -> None:
+    records = [record("experts", step, [40, 20, 10, 10]) for step in range(2)]
+    text = report.verdict(report.summarize(records))
+    assert text.startswith("The fullest rank had 1.50 times the mean load, and nothing was moved")
+    assert "would have had 1.25" in text
+    assert "gain" not in text
+
+
 def test_verdict_where_nothing_was_unequal() -> None:
     even = [record("experts", step, [10, 10]) for step in range(2)]
     assert "There was nothing to balance" in report.verdict(report.summarize(even))
