@@ -22,7 +22,7 @@ from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.grouped_gemm import Arrangement, Groups, alone_from, rows_outer, rows_times
 from hf_laer.compute.routing import Shares, arrive, count, leave
 from hf_laer.compute.rows import gather_sum
-from hf_laer.compute.segments import add_parts, copy_all
+from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
 from hf_laer.plan import chunk_owners, ep, own_part
 
 BYTES, FLOPS = "GB/s", "TFLOP/s"
@@ -119,14 +119,14 @@ def _messages(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> It
     """Half of each expert's rows to a message and from one, and gradients of all experts summed at home."""
     sizes = min(shape.experts, 16), 2 * shape.intermediate, shape.hidden
     experts, masters = (torch.randn(sizes, dtype=kind, device=device) for kind in (dtype, torch.float32))
-    half = slice(0, shape.intermediate)
-    message = torch.randn_like(experts[:, half])
-    moved = message.numel() * dtype.itemsize
-    yield Job("packing", partial(copy_all, list(message), list(experts[:, half])), 2 * moved, BYTES)
-    packed = partial(copy_all, list(message), list(masters[:, half]))
-    yield Job("packing of float32", packed, moved + message.numel() * 4, BYTES)
-    yield Job("unpacking", partial(copy_all, [experts[:, half]], [message]), 2 * moved, BYTES)
-    parts = [(0, experts), (0, torch.randn_like(experts))]
+    half, every = range(shape.intermediate), np.arange(len(experts))
+    message = torch.randn_like(experts[:, : len(half)])
+    moved, whole = message.numel() * dtype.itemsize, Blocks.whole(message)
+    here, exact = Blocks(experts, every, half), Blocks(masters, every, half)
+    yield Job("packing", partial(copy_all, [whole], [here]), 2 * moved, BYTES)
+    yield Job("packing of float32", partial(copy_all, [whole], [exact]), moved + message.numel() * 4, BYTES)
+    yield Job("unpacking", partial(copy_all, [here], [whole]), 2 * moved, BYTES)
+    parts = [Part.whole(experts), Part.whole(torch.randn_like(experts))]
     read, written = 2 * experts.numel() * dtype.itemsize, masters.numel() * 4
     yield Job("sum of gradients", partial(add_parts, masters, parts, 0.0, 0.5), read + written, BYTES)
 

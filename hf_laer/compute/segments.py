@@ -6,39 +6,109 @@ A message holds a piece of every expert and parameter; copied one by one, they c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_laer.compute.kernels import usable
 
-# The first of consecutive blocks (along dimension 0 of what it is added to), and their addends.
-Part = tuple[int, torch.Tensor]
+
+class Blocks(NamedTuple):
+    """Some of a tensor's slices, and of each some rows.
+
+    Args:
+        tensor: ``[X, D, …]``.
+        which: int64 ``[b]``, the slices, none twice.
+        rows: Of the D.
+    """
+
+    tensor: torch.Tensor
+    which: np.ndarray
+    rows: range
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Blocks:
+        """All of a tensor."""
+        return cls(tensor, np.arange(len(tensor)), range(tensor.shape[1]))
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The rows of all slices."""
+        return self.tensor[:, self.rows.start : self.rows.stop]
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """The index where the tensor is."""
+        return torch.from_numpy(self.which).to(self.tensor.device)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """A copy, ``[b, rows, …]``."""
+        return self.view[self.on_device]
+
+    @property
+    def numel(self) -> int:
+        """Elements of one block."""
+        return len(self.rows) * self.tensor.shape[2:].numel()
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to its target, of the same shape and maybe another dtype."""
-    if targets and usable(targets[0]):
+class Part(NamedTuple):
+    """Addends.
+
+    Args:
+        at: int64 ``[b]``, what each is added to.
+        blocks: As many.
+    """
+
+    at: np.ndarray
+    blocks: Blocks
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Part:
+        """An addend for each slice."""
+        blocks = Blocks.whole(tensor)
+        return cls(blocks.which, blocks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor has one addend for each slice, in order."""
+        tensor, every = self.blocks.tensor, np.arange(len(self.blocks.tensor))
+        in_order = np.array_equal(self.at, every) and np.array_equal(self.blocks.which, every)
+        return in_order and self.blocks.rows == range(tensor.shape[1])
+
+
+def copy_all(targets: Sequence[Blocks], sources: Sequence[Blocks]) -> None:
+    """Copies sources to targets, block by block, of the same shape and maybe another dtype."""
+    if targets and usable(targets[0].tensor):
         from hf_laer.compute.kernels.segments import copy_all as kernel
 
         kernel(targets, sources)
     else:
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+            copy_some(target, source)
+
+
+def copy_some(target: Blocks, source: Blocks) -> None:
+    """One pair of :func:`copy_all`."""
+    if len(target.which):
+        values = source.values.to(target.tensor.device, target.tensor.dtype)
+        target.view.index_copy_(0, target.on_device, values)
 
 
 def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: float) -> None:
-    """``before * into + scale * (the sum of parts)``, block by block, summed in float32 and rounded once.
+    """``before * into + scale * (the sum of parts)``, slice by slice, summed in float32 and rounded once.
 
     Args:
-        into: ``[B, …]``, changed in place; not read where ``before`` is 0.
-        parts: Each ``[b, …]``; blocks that none reaches only get the factor.
+        into: ``[X, …]``, changed in place; not read where ``before`` is 0.
+        parts: Addends of its slices; one that has none only gets the factor.
         before: Factor of what is there.
         scale: Factor of the parts.
     """
     if usable(into):
         from hf_laer.compute.kernels import segments
 
-        if segments.takes(into, [part for _, part in parts]):
+        if segments.takes(into, [part.blocks.view for part in parts]):
             segments.add_parts(into, parts, before, scale)
             return
     total = into if into.dtype in (torch.float32, torch.float64) else into.float()
@@ -46,7 +116,8 @@ def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: f
         total.zero_()
     elif before != 1:
         total.mul_(before)
-    for start, part in parts:
-        total[start : start + len(part)].add_(part.to(total.device), alpha=scale)
+    for at, blocks in parts:
+        for place, value in zip(at.tolist(), blocks.values.to(total.device, total.dtype), strict=True):
+            total[place].add_(value, alpha=scale)
     if total is not into:
         into.copy_(total)

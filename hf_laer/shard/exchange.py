@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_laer.comm.base import Communicator, Pending
-from hf_laer.compute.segments import Part, add_parts, copy_all
+from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
 from hf_laer.shard.home import Home, Layout
 from hf_laer.shard.nodes import Nodes, SlotTable, Sources, sources
 
@@ -25,33 +25,19 @@ from hf_laer.shard.nodes import Nodes, SlotTable, Sources, sources
 TABLES = 256
 
 
-class Span(NamedTuple):
-    """Experts that are consecutive both where they come from and in a rank's slots.
-
-    Args:
-        expert: The first one's position in the home's block, or in the slots of the rank that passes them on.
-        slot: Its slot.
-        at: Its position among all that travel.
-        size: How many.
-    """
-
-    expert: int
-    slot: int
-    at: int
-    size: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """What travels of one parameter between a home and a rank's slots.
 
     Args:
-        runs: The experts.
+        experts: int64 ``[b]``, positions in the home's block, or in the slots of the rank that passes them on.
+        slots: int64 ``[b]``, their slots.
         rows: The home's rows.
-        shape: ``(experts, len(rows), …)``.
+        shape: ``(b, len(rows), …)``.
     """
 
-    runs: list[Span]
+    experts: np.ndarray
+    slots: np.ndarray
     rows: range
     shape: tuple[int, ...]
 
@@ -60,24 +46,21 @@ class Piece:
         """Elements that travel."""
         return math.prod(self.shape)
 
-    def of_home(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a home's block, run by run."""
-        return [block[run.expert : run.expert + run.size] for run in self.runs]
+    def of_home(self, block: torch.Tensor) -> Blocks:
+        """Of a home's block."""
+        return Blocks(block, self.experts, range(len(self.rows)))
 
-    def of_giver(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the slots of a rank that passes them on, run by run."""
-        rows = slice(self.rows.start, self.rows.stop)
-        return [slots[run.expert : run.expert + run.size, rows] for run in self.runs]
+    def of_giver(self, slots: torch.Tensor) -> Blocks:
+        """Of the slots of a rank that passes them on."""
+        return Blocks(slots, self.experts, self.rows)
 
-    def of_slots(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a rank's slots, run by run."""
-        rows = slice(self.rows.start, self.rows.stop)
-        return [slots[run.slot : run.slot + run.size, rows] for run in self.runs]
+    def of_slots(self, slots: torch.Tensor) -> Blocks:
+        """Of a rank's slots."""
+        return Blocks(slots, self.slots, self.rows)
 
-    def of_message(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Views of what travels, ``[numel]``, run by run."""
-        whole = message.view(self.shape)
-        return [whole[run.at : run.at + run.size] for run in self.runs]
+    def of_message(self, message: torch.Tensor) -> Blocks:
+        """What travels, ``[numel]``."""
+        return Blocks.whole(message.view(self.shape))
 
 
 @lru_cache(maxsize=4096)
@@ -85,19 +68,14 @@ def piece(layout: Layout, home: int, held: tuple[int, ...]) -> Piece:
     """The piece between the home on rank ``home`` and slots that hold the experts ``held``."""
     owned, rows = layout.experts[home], layout.rows[home]
     there = [(expert - owned.start, slot) for slot, expert in enumerate(held) if expert in owned]
-    return Piece(_runs(there) if len(rows) else [], rows, (len(there), len(rows), *layout.shape[2:]))
+    return _piece(there if len(rows) else [], layout, home)
 
 
-def _runs(places: Sequence[tuple[int, int]]) -> list[Span]:
-    """Experts by where they come from and their slots, neighbours together."""
-    runs: list[Span] = []
-    for count, (position, slot) in enumerate(places):
-        last = runs[-1] if runs else None
-        if last and last.expert + last.size == position and last.slot + last.size == slot:
-            runs[-1] = last._replace(size=last.size + 1)
-        else:
-            runs.append(Span(position, slot, count, 1))
-    return runs
+def _piece(places: Sequence[tuple[int, int]], layout: Layout, home: int) -> Piece:
+    """Of experts by where they come from and their slots."""
+    experts, slots = np.array(places, np.int64).reshape(-1, 2).T
+    rows = layout.rows[home]
+    return Piece(experts, slots, rows, (len(places), len(rows), *layout.shape[2:]))
 
 
 def is_local(homes: dict[str, Home], table: SlotTable) -> bool:
@@ -260,8 +238,7 @@ def _from_homes(homes: dict[str, Home], found: Sources, rank: int) -> Pieces:
 
 def _piece_at(layout: Layout, home: int, experts: list[int], giver: Sequence[int], taker: Sequence[int]) -> Piece:
     """What a rank passes on of a home's rows, given the experts in its slots and in those of the rank that gets it."""
-    places = [(giver.index(expert), taker.index(expert)) for expert in experts]
-    return Piece(_runs(places), layout.rows[home], (len(experts), len(layout.rows[home]), *layout.shape[2:]))
+    return _piece([(giver.index(expert), taker.index(expert)) for expert in experts], layout, home)
 
 
 @dataclass
@@ -292,8 +269,8 @@ class Reshard:
         """Sums in float32, this rank's part first, then in the order of ranks; scales once; accumulates."""
         if self.pending is not None:
             coming = _to_slots(self.homes, _sources(self.table, (), self.nodes), self.comm.rank)
-            for name, p, views in _unpack(coming, self.comm.rank, self.pending.wait()):
-                self.own[name] += _parts(p, views)
+            for name, p, blocks in _unpack(coming, self.comm.rank, self.pending.wait()):
+                self.own[name].append(Part(p.experts, blocks))
         for name, home in self.homes.items():
             home.accumulate(self._over_replicas(home, self.own.pop(name)), self.scale)
 
@@ -301,14 +278,10 @@ class Reshard:
         """The sum over the ranks that hold the same block, in float32 (HSDP)."""
         if self.replicas.size == 1:
             return parts
-        device = parts[0][1].device if parts else home.local.device
+        device = parts[0].blocks.tensor.device if parts else home.local.device
         total = torch.empty(home.layout.block_shape(self.comm.rank), dtype=torch.float32, device=device)
         add_parts(total, parts, 0.0, 1.0)
-        return [(0, self.replicas.all_reduce(total))]
-
-
-def _parts(p: Piece, views: list[torch.Tensor]) -> list[Part]:
-    return [(run.expert, view) for run, view in zip(p.runs, views, strict=True)]
+        return [Part.whole(self.replicas.all_reduce(total))]
 
 
 def start_reshard(
@@ -336,10 +309,13 @@ def start_reshard(
     me, pending, beyond = comm.rank, None, beyond_own(homes, table)
     table = table if beyond is None else beyond
     grads = {name: stack[-1] for name, stack in stacks.items()}
-    own: dict[str, list[Part]] = {name: [] if beyond is None else [(0, stack[0])] for name, stack in stacks.items()}
+    own: dict[str, list[Part]] = {name: [] for name in homes}
     for name, home in homes.items():
+        if beyond is not None:
+            own[name].append(Part.whole(stacks[name][0]))
         here = piece(home.layout, me, table[me])
-        own[name] += _parts(here, here.of_slots(grads[name]))
+        if len(here.experts):
+            own[name].append(Part(here.experts, here.of_slots(grads[name])))
     if not is_local(homes, table):
         found = _sources(table, (), nodes)
         leaving, coming = _from_homes(homes, found, me), _to_slots(homes, found, me)
@@ -384,9 +360,8 @@ def _summed(
     total = _pack(leaving, me, grads, Piece.of_slots, torch.float32)
     parts = {(home, name): whole for home, name, whole in _wholes(leaving, me, total)}
     labels = (label for of_rank in got for label in of_rank)
-    for (home, _, _), (name, p, views) in zip(labels, _unpack(from_takers, own, arrived), strict=True):
-        for run, view in zip(p.runs, views, strict=True):
-            parts[home, name][run.expert : run.expert + run.size] += view
+    for (home, _, _), (name, p, blocks) in zip(labels, _unpack(from_takers, own, arrived), strict=True):
+        add_parts(parts[home, name], [Part(p.experts, blocks)], 1.0, 1.0)
     return total.to(dtype)
 
 
@@ -415,7 +390,7 @@ def _pack(
     pieces: Pieces,
     me: int,
     tensors: dict[str, torch.Tensor],
-    view: Callable[[Piece, torch.Tensor], list[torch.Tensor]],
+    view: Callable[[Piece, torch.Tensor], Blocks],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """One message to every other rank, one after the other: ``[elements]``, in ``dtype`` if that is given."""
@@ -427,8 +402,8 @@ def _pack(
     return message
 
 
-def _unpack(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[str, Piece, list[torch.Tensor]]]:
-    """The views of a message from or to every other rank, by name and piece."""
+def _unpack(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[str, Piece, Blocks]]:
+    """The parts of a message from or to every other rank, by name and piece."""
     at = 0
     for rank, of_rank in enumerate(pieces):
         for name, p in of_rank if rank != me else ():
@@ -437,15 +412,15 @@ def _unpack(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[st
 
 
 class _Copies:
-    """Views to be copied, all at once."""
+    """Blocks to be copied, all at once."""
 
     def __init__(self) -> None:
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
+        self._targets: list[Blocks] = []
+        self._sources: list[Blocks] = []
 
-    def add(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        self._targets += targets
-        self._sources += sources
+    def add(self, target: Blocks, source: Blocks) -> None:
+        self._targets.append(target)
+        self._sources.append(source)
 
     def make(self) -> None:
         copy_all(self._targets, self._sources)

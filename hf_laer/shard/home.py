@@ -79,7 +79,7 @@ class Home:
         Sums are made in float32, rounded once where the parameter is narrower.
 
         Args:
-            parts: First experts in the block, and their gradients; the caller has no more use for them.
+            parts: Gradients of its experts; the caller has no more use for them.
             scale: Their factor.
         """
         if self.parameter.grad is None:
@@ -108,8 +108,8 @@ class Home:
     def _first(self, parts: list[Part], scale: float) -> tuple[torch.Tensor, list[Part], float]:
         """Where a new gradient is made, what is to be added, and the factor of what is there: the first part, maybe."""
         local = self.local
-        if parts:
-            block = parts[0][1]
+        if parts and parts[0].is_whole:
+            block = parts[0].blocks.tensor
             alone = block.untyped_storage().nbytes() == block.nbytes
             if (block.shape, block.dtype, block.device) == (local.shape, local.dtype, local.device) and alone:
                 return block, parts[1:], scale

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_laer.comm.arena import LAYING, PULLING, Arena
 from hf_laer.comm.base import Communicator
-from hf_laer.compute.segments import copy_all
+from hf_laer.compute.segments import Blocks, copy_all
 from hf_laer.shard.home import Home
 from hf_laer.shard.nodes import SlotTable
 
@@ -123,9 +124,9 @@ def _copy_own(
     rank: int,
 ) -> None:
     """This rank's own rows."""
-    rows = {name: slice(home.layout.rows[rank].start, home.layout.rows[rank].stop) for name, home in homes.items()}
-    targets = [slots[name][slot : slot + 1, rows[name]] for name in homes for slot in range(len(held))]
-    copy_all(targets, [blocks[name][expert : expert + 1] for name in homes for expert in held])
+    every, held_here = np.arange(len(held)), np.array(held, np.int64)
+    targets = [Blocks(slots[name], every, home.layout.rows[rank]) for name, home in homes.items()]
+    copy_all(targets, [Blocks(blocks[name], held_here, range(blocks[name].shape[1])) for name in homes])
 
 
 def _portions(homes: dict[str, Home]) -> list[list[tuple[str, range]]]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_laer import LaerConfig, is_patched, patch_model
+from hf_laer.compute.segments import Part
 from hf_laer.integrations.transformers import get_engine
 from tests.engine.cases import batch_of, loss_of, patched, world_mesh
 from tests.models import assert_close, full, tiny_model
@@ -88,7 +89,7 @@ def half_sum() -> None:
         assert engine is not None
         home = next(iter(engine.layers.values())).homes[name]
         large = torch.full_like(local, 40000)
-        home.accumulate([(0, large), (0, large.clone())], 0.5)
+        home.accumulate([Part.whole(large), Part.whole(large.clone())], 0.5)
         assert parameter.grad is not None
         assert_close(full(parameter.grad).float(), torch.full(parameter.shape, 40000.0), name, 1e-3)
 

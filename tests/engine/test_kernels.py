@@ -16,7 +16,7 @@ from hf_laer.compute.gate import FusedGate, Gate, recognize
 from hf_laer.compute.grouped_gemm import Arrangement
 from hf_laer.compute.routing import Arrived, Counted, Leaving, Shares, arrive, count, leave, row_counts, rows_both_ways
 from hf_laer.compute.rows import gather_sum, places
-from hf_laer.compute.segments import Part, add_parts, copy_all
+from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
 from hf_laer.plan import chunk_owners, llep, own_part
 
 GATES = (FusedGate(False, False), FusedGate(True, False), FusedGate(True, True, 1.702, 7.0))
@@ -138,23 +138,26 @@ def _check_copies(rows: int, columns: int, dtype: torch.dtype) -> None:
 
     source = torch.randn(5, rows, columns)
     got, want = (torch.zeros(7, 2 * rows, columns, dtype=dtype) for _ in range(2))
-    sources = [source[2:5], source[:1], source[1:2, 2:4], source[:0]]
+    places = [([1, 6, 3], range(rows, 2 * rows)), ([5], range(rows)), ([0], range(1, 3)), ([], range(rows))]
+    givers = [([2, 0, 4], range(rows)), ([0], range(rows)), ([1], range(2, 4)), ([], range(rows))]
+    sources = [Blocks(source, np.array(index, np.int64), part) for index, part in givers]
     for into, copy in ((got, kernel), (want, copy_all)):
-        copy([into[1:4, rows:], into[5:6, :rows], into[0:1, 1:3], into[:0, :rows]], sources)
+        copy([Blocks(into, np.array(index, np.int64), part) for index, part in places], sources)
     # The interpreter cuts where the device rounds.
     torch.testing.assert_close(got, want, rtol=0.0 if dtype == torch.float32 else 1e-2, atol=0.0)
+    torch.testing.assert_close(want[6, rows:], source[0].to(dtype))
     assert want.count_nonzero() == 4 * rows * columns + 2 * columns
 
 
 def check_sums() -> None:
     """Blocks with none, one and several parts of two dtypes; what was there counts, in part, or is poison."""
     torch.manual_seed(0)
-    wide = torch.randn(3, 12, 8)
+    wide, narrow = torch.randn(3, 12, 8), torch.randn(2, 6, 8, dtype=torch.bfloat16)
     parts = [
-        (0, torch.randn(4, 6, 8, dtype=torch.bfloat16)),
-        (1, wide[:2, 6:]),
-        (1, torch.randn(1, 6, 8)),
-        (2, torch.randn(1, 6, 8, dtype=torch.bfloat16)),
+        Part.whole(torch.randn(4, 6, 8, dtype=torch.bfloat16)),
+        Part(np.array([3, 1]), Blocks(wide, np.array([0, 2]), range(6, 12))),
+        Part(np.array([1]), Blocks(wide, np.array([1]), range(6))),
+        Part(np.array([2]), Blocks(narrow, np.array([1]), range(6))),
     ]
     with patch("hf_laer.compute.kernels.segments.LONGEST", 32):
         for dtype in (torch.float32, torch.bfloat16):

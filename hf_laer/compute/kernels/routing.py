@@ -24,6 +24,7 @@ _BLOCK = 128
 _FEWEST_BINS = 32
 
 
+# Numbers that change from step to step are not specialized: Triton would compile anew in the midst of training.
 @triton.jit
 def _same(key, BLOCK: tl.constexpr):
     """Pairs of equal keys, and of those the ones whose second element comes first."""
@@ -50,7 +51,7 @@ def _store_counts(table, key, blocks, bins, BINS: tl.constexpr):
     tl.store(table + bin * blocks + tl.program_id(0), tl.histogram(key, BINS), mask=bin < bins)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "blocks"])
 def _count_kernel(
     keys, places, table, total, stride, blocks, per, bins, PLACED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
@@ -64,7 +65,7 @@ def _count_kernel(
     _store_counts(table, key, blocks, bins, BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _loads_kernel(ends, loads, blocks, bins, BLOCK: tl.constexpr):
     """How many there are of each key, from where the counts in its blocks end."""
     key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -73,7 +74,7 @@ def _loads_kernel(ends, loads, blocks, bins, BLOCK: tl.constexpr):
     tl.store(loads + key, (stop - _start(ends, key * blocks, inside)).to(tl.int64), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "blocks", "replicas", "most"])
 def _open_kernel(
     keys, ends, shares, opened, table, total, blocks, experts, replicas, most, ranks,
     K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
@@ -108,7 +109,7 @@ def _open_kernel(
     _store_counts(table + ranks * blocks, to, blocks, ranks, BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "blocks"])
 def _leave_kernel(
     opened, rank, slot, ends, gates, row_token, token_rows, choices, message, total, blocks, ranks,
     K: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
@@ -177,7 +178,7 @@ def _source(received, stops, at, ranks):
     return start, first_row
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "blocks"])
 def _arrive_kernel(
     received, stops, ends, places, source_row, arrival, row_places, gates, slots, total, blocks, ranks,
     K: tl.constexpr, BLOCK: tl.constexpr,

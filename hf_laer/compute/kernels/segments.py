@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_laer.compute.segments import Blocks, Part, copy_some
+
 LONGEST = 1 << 20
 _BLOCK, _STEPS, _WARPS = 4096, 2, 8
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-Part = tuple[int, torch.Tensor]
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _copy_kernel(
         tl.store(target + at, tl.load(source + at, mask=at < size).to(TARGET), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "most_own"])  # which change from step to step
 def _sum_kernel(
     table, columns, most_own, before, scale, INTO: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr,
     READS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
@@ -66,19 +67,20 @@ def _sum_kernel(
         tl.store(into + at, total.to(INTO), mask=inside)
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_all(targets: Sequence[Blocks], sources: Sequence[Blocks]) -> None:
     """See the reference. One launch for each pair of dtypes, and one more for what is not aligned to 16 bytes."""
-    rows: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, int, int]]] = defaultdict(list)
+    tables: dict[tuple[torch.dtype, torch.dtype, bool], list[np.ndarray]] = defaultdict(list)
     for target, source in zip(targets, sources, strict=True):
-        if not takes(target, [source]):
-            target.copy_(source)
-            continue
-        for size, into, out_of in _pairs(target, source):
-            rows[target.dtype, source.dtype, (size | into | out_of) & 15 == 0].append((size, into, out_of))
-    for (into_dtype, of_dtype, aligned), some in rows.items():
-        table = _cut(np.array(some, np.int64), [0, into_dtype.itemsize, of_dtype.itemsize])
+        if not takes(target.view, [source.view]):
+            copy_some(target, source)
+        elif len(target.which) and target.numel:
+            into, out_of = _addresses(target), _addresses(source)
+            table = np.stack([np.full_like(into, target.numel), into, out_of], 1)
+            tables[target.tensor.dtype, source.tensor.dtype, _is_aligned(table)].append(table)
+    for (into_dtype, of_dtype, aligned), some in tables.items():
+        table = _cut(np.concatenate(some), [0, into_dtype.itemsize, of_dtype.itemsize])
         _copy_kernel[_grid(table)](
-            _on(table, targets[0].device),
+            _on(table, targets[0].tensor.device),
             _DTYPES[into_dtype],
             _DTYPES[of_dtype],
             aligned,
@@ -89,57 +91,52 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: float) -> None:
-    """See the reference. One launch; a block that no part reaches is left alone where its factor is 1."""
-    own_dtype = parts[0][1].dtype if parts else into.dtype
-    own: list[list[int]] = [[] for _ in into]
-    other: list[list[int]] = [[] for _ in into]
-    for start, part in parts:
-        kind = own if part.dtype == own_dtype else other
-        for at, address in enumerate(_addresses(part), start):
-            kind[at].append(address)
-    most, most_other = max(map(len, own), default=0), max(map(len, other), default=0)
-    size = into[:1].numel()
-    rows = [
-        (size, len(a), len(b), address, *a, *[0] * (most - len(a)), *b, *[0] * (most_other - len(b)))
-        for a, b, address in zip(own, other, _addresses(into), strict=True)
-        if a or b or before != 1
-    ]
-    if not rows or size == 0:
+    """See the reference. One launch; a slice that no part reaches is left alone where its factor is 1."""
+    dtypes = list(dict.fromkeys(part.blocks.tensor.dtype for part in parts)) or [into.dtype]
+    columns = [_by_slice(len(into), [part for part in parts if part.blocks.tensor.dtype == one]) for one in dtypes]
+    own, other = (*columns, _by_slice(len(into), []))[:2]
+    here = _addresses(Blocks.whole(into.unsqueeze(1)))
+    counts = [(addresses != 0).sum(1) for addresses in (own, other)]
+    table = np.column_stack([np.full_like(here, into[:1].numel()), *counts, here, own, other])
+    table = table if before != 1 else table[(counts[0] + counts[1]) > 0]
+    if table.size == 0 or table[0, 0] == 0:
         return
-    table = np.array(rows, np.int64)
-    aligned = int(np.bitwise_or.reduce(np.delete(table, [1, 2], 1), axis=None)) & 15 == 0
-    other_dtype = next((part.dtype for _, part in parts if part.dtype != own_dtype), own_dtype)
-    steps = [0, 0, 0, into.itemsize, *[own_dtype.itemsize] * most, *[other_dtype.itemsize] * most_other]
-    table = _cut(table, steps)
+    aligned = _is_aligned(np.delete(table, [1, 2], 1))
+    steps = [dtype.itemsize for dtype in (dtypes[0], dtypes[-1])]
+    widths = own.shape[1], other.shape[1]
+    table = _cut(table, [0, 0, 0, into.itemsize, *[steps[0]] * widths[0], *[steps[1]] * widths[1]])
     _sum_kernel[_grid(table)](
-        _on(table, into.device), table.shape[1], most, float(before), float(scale), _DTYPES[into.dtype],
-        _DTYPES[own_dtype], _DTYPES[other_dtype], before != 0, aligned, _BLOCK, _STEPS,
-        num_warps=_WARPS,
+        _on(table, into.device), table.shape[1], widths[0], float(before), float(scale), _DTYPES[into.dtype],
+        _DTYPES[dtypes[0]], _DTYPES[dtypes[-1]], before != 0, aligned, _BLOCK, _STEPS, num_warps=_WARPS,
     )  # fmt: skip
 
 
 def takes(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels can: one device, at most two dtypes of sources, blocks (along dimension 0) without gaps."""
+    """Whether the kernels can: one device, at most two dtypes of sources, slices (along dimension 0) without gaps."""
     return len({source.dtype for source in sources}) <= 2 and all(
         one.device == target.device and one.dtype in _DTYPES and one[:1].is_contiguous() for one in (target, *sources)
     )
 
 
-def _pairs(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Size and the two addresses of each block, or of all in one where neither has gaps between them."""
-    if target.numel() == 0:
-        return []
-    if target.is_contiguous() and source.is_contiguous():
-        return [(target.numel(), target.data_ptr(), source.data_ptr())]
-    size = target.numel() // len(target)
-    return [(size, *pair) for pair in zip(_addresses(target), _addresses(source), strict=True)]
+def _addresses(blocks: Blocks) -> np.ndarray:
+    """int64 ``[b]``."""
+    tensor = blocks.tensor
+    step, start = tensor.stride(0) * tensor.itemsize, blocks.rows.start * tensor.stride(1) * tensor.itemsize
+    return blocks.which * step + (tensor.data_ptr() + start)
 
 
-def _addresses(tensor: torch.Tensor) -> range:
-    """Of each of its blocks."""
-    step = tensor.stride(0) * tensor.itemsize
-    start = tensor.data_ptr()
-    return range(start, start + len(tensor) * step, step) if len(tensor) else range(0)
+def _by_slice(slices: int, parts: Sequence[Part]) -> np.ndarray:
+    """int64 ``[slices, most]``: the addresses of each one's addends, in order; then 0."""
+    counts, columns = np.zeros(slices, np.int64), np.zeros((slices, len(parts)), np.int64)
+    for at, blocks in parts:
+        columns[at, counts[at]] = _addresses(blocks)
+        counts[at] += 1
+    return columns[:, : counts.max(initial=0)]
+
+
+def _is_aligned(table: np.ndarray) -> bool:
+    """Sizes and addresses."""
+    return bool((table & 15 == 0).all())
 
 
 def _cut(table: np.ndarray, steps: Sequence[int]) -> np.ndarray:
