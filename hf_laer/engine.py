@@ -352,7 +352,7 @@ class Engine:
         departure = depart(top_k_index, top_k_weights, counted, mine.split, before, own, arrangement, tokens)
         routes = make_routes(departure, most_rows(group, own, top_k), tokens)
         last = None if self.passes.is_first() else self._before
-        run = Run(routes, table, top_k_index, micro_batch, last)
+        run = Run(routes, table, top_k_index, micro_batch, self.era(), last)
         self._before = layer.name, table
         if training:
             about = layer, loads, group, plans, mine, planned

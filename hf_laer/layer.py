@@ -47,6 +47,7 @@ class Run:
         table: Per rank that shards the experts, the experts in its slots.
         top_k_index: int64 ``[T, K]``, the routing that the plan was made for.
         micro_batch: How many forwards the layer had before.
+        era: Of its forward.
         before: The layer that ran before it in the same pass, and its slot table: what backward needs next.
         afterwards: What is left to do once the layer has been given to the device; done once.
         rows: The dispatched rows, kept for a recompute of the experts alone.
@@ -57,6 +58,7 @@ class Run:
     table: SlotTable
     top_k_index: torch.Tensor
     micro_batch: int
+    era: Era
     before: tuple[str, SlotTable] | None = None
     afterwards: Callable[[], None] | None = None
     rows: torch.Tensor | None = None
@@ -218,7 +220,7 @@ class MoELayer:
     def _begin(self, run: Run, dtype: torch.dtype, device: torch.device, era: Era) -> Coming:
         """Sends for the run's experts, unless they are on their way or here."""
         want = self.want(run.table, dtype, device, era)
-        return self.engine.unsharder.begin(want, self.engine.comms.weights)
+        return self.engine.unsharder.begin(want, self.engine.comms.weights, run.era)
 
     def held(self, run: Run) -> tuple[int, ...]:
         """The experts in this rank's slots."""

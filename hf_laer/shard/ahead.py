@@ -108,9 +108,15 @@ class Unsharder:
             return
         self._ahead = Coming(want, [self._start(want, comm, ahead=True)])
 
-    def begin(self, want: Want, comm: Communicator) -> Coming:
-        """Starts what has not been started ahead and is not in the slots still. Collective over ``comm``."""
-        if self._is_kept(want):
+    def begin(self, want: Want, comm: Communicator, forward: Era | None = None) -> Coming:
+        """Starts what has not been started ahead and is not in the slots still. Collective over ``comm``.
+
+        Args:
+            want: What is needed now.
+            comm: The ranks that shard the experts.
+            forward: In a backward, the pass that it belongs to.
+        """
+        if self._is_kept(want, forward):
             return Coming(want, [])
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.want.serves(want):
@@ -180,16 +186,17 @@ class Unsharder:
         ahead, self._ahead = self._ahead, None
         _wait(ahead)
 
-    def _is_kept(self, want: Want) -> bool:
+    def _is_kept(self, want: Want, forward: Era | None) -> bool:
         """Whether the slots still hold it, which is asked only in a backward.
 
         They may come from a recompute, or from the forward of a pass's last layer, whose backward is the first.
-        Elsewhere a parameter may have been changed through ``.data``, which nothing counts.
+        Elsewhere, and in another pass (an evaluation of averaged weights), a parameter may have been changed through
+        ``.data``, which nothing counts.
         """
         if self._kept is None or want.era[0] != "backward":
             return False
         kept = self._kept[0]
-        if kept.era[0] == "forward":
+        if kept.era == forward:
             want = want._replace(era=kept.era)
         return kept.serves(want) and want.serves(kept)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from hf_laer import LaerConfig, patch_model
 from hf_laer.integrations.transformers.families import experts_modules
@@ -49,6 +50,9 @@ class Example:
         checkpointing: Activation checkpointing.
         accumulate: Gradients of both micro-batches add up.
         evaluate: An evaluation between forward and backward.
+        layers: The model's.
+        twice: Each backward runs a second time, and its gradients add up.
+        change: Between micro-batches weights are changed through ``.data``, which autograd does not count.
     """
 
     ranks: int
@@ -65,6 +69,9 @@ class Example:
     checkpointing: bool = False
     accumulate: bool = False
     evaluate: bool = False
+    layers: int = 2
+    twice: bool = False
+    change: bool = False
 
 
 @dataclass
@@ -80,10 +87,12 @@ class Subject:
 
     def __init__(self, example: Example, dtype: torch.dtype) -> None:
         self.example, self.now = example, _Now()
-        sizes = {_EXPERTS.get(example.family, "num_experts"): example.experts, "num_experts_per_tok": example.top_k}
+        sizes: dict[str, Any] = {_EXPERTS.get(example.family, "num_experts"): example.experts, "num_experts_per_tok": example.top_k}
         if example.family == "deepseek_v3":
             sizes |= {"n_group": 1, "topk_group": 1}
-        self.model = tiny_model(example.family, **sizes).to(dtype)
+        if example.family == "qwen3_next":
+            sizes["layer_types"] = ["full_attention"] * example.layers
+        self.model = tiny_model(example.family, num_hidden_layers=example.layers, **sizes).to(dtype)
         for name, parameter in self.model.named_parameters():
             self._prepare(name, parameter)
         for layer, module in enumerate(experts_modules(self.model).values()):
@@ -185,8 +194,12 @@ def _step(ours: Subject, plain: Subject, exact: Subject, step: int) -> None:
         if example.evaluate and subject is ours:
             _evaluate(subject, step)
         if loss.requires_grad:
+            if example.twice:
+                loss.backward(retain_graph=True)
             loss.backward()
         results.append((logits.float(), subject.mean_gradients()))
+        if example.change:
+            _change(subject.model)
     (got, grads), (theirs, their_grads), (want, exact_grads) = results[0], results[1], results[-1]
     agree(got, theirs, want, f"logits at step {step}", 0.0)
     scale = max((float(grad.norm()) for grad in exact_grads.values()), default=0.0)
@@ -198,6 +211,14 @@ def _step(ours: Subject, plain: Subject, exact: Subject, step: int) -> None:
         agree(grad, their_grads[name], exact_grads[name], f"{name} at step {step}", scale)
     for name, parameter in ours.model.named_parameters():
         assert parameter.requires_grad or parameter.grad is None, f"{name} is frozen and has a gradient"
+
+
+def _change(model: nn.Module) -> None:
+    """Other weights, behind autograd's back; a power of two, which rounds nothing."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            data = parameter.data
+            (data.to_local() if isinstance(data, DTensor) else data).mul_(2 if "down" in name else 0.5)
 
 
 def _evaluate(subject: Subject, step: int) -> None:

@@ -35,6 +35,9 @@ def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
         "capacity_factor": draw(st.sampled_from((1.0, 1.5))),
         "recompute": draw(st.sampled_from(("layer", "experts"))),
         "ranks_per_node": draw(st.sampled_from((1, 2, 4))),
+        "peer_memory": draw(st.booleans()),
+        "prefetch": draw(st.sampled_from((True, True, False))),
+        "max_rows_per_rank": draw(st.sampled_from((None, None, 1, 7))),
     }
     if strategy.startswith("fsep"):
         config["slots_per_rank"] = draw(st.one_of(st.none(), st.integers(share, experts)))
@@ -68,6 +71,9 @@ def examples(draw: Any) -> Example:
         checkpointing=draw(st.booleans()),
         accumulate=draw(st.booleans()),
         evaluate=draw(st.booleans()),
+        layers=draw(st.sampled_from((2, 3))),
+        twice=draw(st.booleans()),
+        change=draw(st.booleans()),
     )
 
 
