@@ -25,7 +25,7 @@ from hf_laer.comm.base import Communicator
 from hf_laer.config import STRATEGIES, LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.profile import Profile
-from hf_laer.shard.ahead import Coming, Unsharder, Want
+from hf_laer.shard.ahead import Coming, Era, Unsharder, Want
 
 FSDP2 = "fsdp2"
 CONTENDERS = (*STRATEGIES, FSDP2)
@@ -142,10 +142,10 @@ class MeasuredUnsharder(Unsharder):
         if not self.stubbed:
             super().expect(want, comm)
 
-    def begin(self, want: Want, comm: Communicator) -> Coming:
+    def begin(self, want: Want, comm: Communicator, forward: Era | None = None) -> Coming:
         self.wants[want.layer] = want
         if not self.stubbed:
-            return super().begin(want, comm)
+            return super().begin(want, comm, forward)
         self._kept = want, self._room(want, comm.rank, 0, self._side)
         return Coming(want, [])
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hf_laer.comm.groups import forget_groups
+
+# Seconds for gloo's threads to let go of the last collectives' tensors.
+PARTING = 0.25
 
 
 @contextmanager
@@ -32,7 +39,20 @@ def joined() -> Iterator[torch.device]:
         yield device
     finally:
         if started:
-            dist.destroy_process_group()
+            _leave()
+
+
+def _leave() -> None:
+    """Ends the process group, and what its threads still hold.
+
+    A gloo thread lets go of a collective's tensors after it has said that the collective is done. On a busy machine the
+    process may be ending by then, and Python aborts it when such a thread asks for the interpreter. A group that nobody
+    holds joins its threads; DTensor's caches hold the world's, whose threads get a moment.
+    """
+    dist.destroy_process_group()
+    forget_groups()
+    gc.collect()
+    time.sleep(PARTING)
 
 
 def write_figures(path: Path, figures: dict[str, Any]) -> None:

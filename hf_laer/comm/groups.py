@@ -89,6 +89,11 @@ def _blocks(rows: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
     return [row[i : i + size] for row in rows for i in range(0, len(row), size)]
 
 
+def forget_groups() -> None:
+    """Lets go of all groups, once their world has been destroyed."""
+    _made.clear()
+
+
 def ranks_of_node() -> int:
     """Ranks that share this node: the launcher's word, or the GPUs, or the world."""
     if "LOCAL_WORLD_SIZE" in os.environ:

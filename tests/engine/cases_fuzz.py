@@ -87,7 +87,10 @@ class Subject:
 
     def __init__(self, example: Example, dtype: torch.dtype) -> None:
         self.example, self.now = example, _Now()
-        sizes: dict[str, Any] = {_EXPERTS.get(example.family, "num_experts"): example.experts, "num_experts_per_tok": example.top_k}
+        sizes: dict[str, Any] = {
+            _EXPERTS.get(example.family, "num_experts"): example.experts,
+            "num_experts_per_tok": example.top_k,
+        }
         if example.family == "deepseek_v3":
             sizes |= {"n_group": 1, "topk_group": 1}
         if example.family == "qwen3_next":

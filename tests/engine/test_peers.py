@@ -10,16 +10,17 @@ SMALL = {"mixtral": "intermediate_size", "gpt_oss": "intermediate_size", "qwen3_
 
 
 @pytest.mark.parametrize(
-    ("family", "strategy", "optimizer"),
+    ("family", "strategy", "optimizer", "steps"),
     [
-        ("gpt_oss", "fsep+llep:sharded", "SGD"),
-        ("qwen3_moe", "fsep", "AdamW"),
-        ("gpt_oss", "fsdp", "AdamW"),
+        ("gpt_oss", "fsep+llep:sharded", "SGD", 3),
+        pytest.param("gpt_oss", "fsep+llep:sharded", "SGD", 10, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "fsep", "AdamW", 10, marks=pytest.mark.long),
+        pytest.param("gpt_oss", "fsdp", "AdamW", 10, marks=pytest.mark.long),
     ],
 )
-def test_weights_of_a_run_with_peers_memory(ranks, family: str, strategy: str, optimizer: str) -> None:
-    """Five rows over four ranks, the last of which owns none."""
-    case = {"family": family, "strategy": strategy, "optimizer": optimizer, "steps": 10, SMALL[family]: 5}
+def test_weights_of_a_run_with_peers_memory(ranks, family: str, strategy: str, optimizer: str, steps: int) -> None:
+    """Five rows over four ranks, the last of which owns none of them."""
+    case = {"family": family, "strategy": strategy, "optimizer": optimizer, "steps": steps, SMALL[family]: 5}
     first, *others = ranks(4).run(cases_peers.trained, **case)
     assert all(other == first for other in others)
     assert first["sent"] == 0
@@ -39,17 +40,30 @@ def test_two_models_in_one_loss(ranks, peer_memory: bool) -> None:
     ranks(2).run(cases_peers.several, peer_memory=peer_memory)
 
 
-WAYS = [("llep", False), ("fsep+llep:whole", False), ("fsep+llep:sharded", False), ("fsep+llep:sharded", True)]
+UNION = "fsep+llep"
+MIDWAY = [(f"{UNION}:sharded", True, False), (f"{UNION}:whole", False, True)]
+MORE = [("llep", False), (f"{UNION}:whole", False), (f"{UNION}:sharded", False), (f"{UNION}:sharded", True)]
+LONG = [
+    pytest.param(*way, checkpointing, marks=pytest.mark.long)
+    for way in MORE
+    for checkpointing in (False, True)
+    if (*way, checkpointing) not in MIDWAY
+]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("strategy", "peer_memory"), WAYS)
+@pytest.mark.parametrize(("strategy", "peer_memory", "checkpointing"), [*MIDWAY, *LONG])
 def test_what_fails_midway(ranks, strategy: str, peer_memory: bool, checkpointing: bool) -> None:
     case = {"strategy": strategy, "peer_memory": peer_memory, "checkpointing": checkpointing}
     ranks(2).run(cases_peers.interrupted, **case)
 
 
-@pytest.mark.parametrize(("strategy", "peer_memory"), [*WAYS, ("fsdp", True), ("fsep", False)])
+SWAPPED = [("llep", False), ("fsdp", True)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "peer_memory"),
+    [*SWAPPED, *(pytest.param(*way, marks=pytest.mark.long) for way in [*MORE[1:], ("fsep", False)])],
+)
 def test_other_weights_between_forward_and_backward(ranks, strategy: str, peer_memory: bool) -> None:
     ranks(2).run(cases_peers.swapped, strategy=strategy, peer_memory=peer_memory)
 

@@ -237,3 +237,20 @@ def traced(folder: str) -> list[str]:
     with rig.fresh_accelerate(), choosing(["fsdp2"]):
         rig_trl.run_sft(folder, "qwen3_moe", [callback], max_steps=1)
     return [choice.strategy for choice in callback.choices.values()]
+
+
+def resumed(folder: str, before: list[str], after: list[str], kind: str) -> None:
+    """A run goes on from another one's state, whose layers ran otherwise: the same weights as without us."""
+    plugin = {"state_dict_type": kind}
+    theirs = rig.reference(unpatched, "", "qwen3_moe", 3, 4)
+    with rig.fresh_accelerate():
+        first = prepared(before, plugin=plugin)
+        first.train(2)
+        save_state(first.accelerator, f"{folder}/state")
+    with rig.fresh_accelerate():
+        second = prepared(after, plugin=plugin)
+        second.accelerator.load_state(f"{folder}/state")
+        second.micro = first.micro
+        ours = second.train(2)
+    rig.assert_same({"weights": ours["weights"]}, {"weights": theirs["weights"]})
+    dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,18 @@ def test_trl(ranks, tmp_path: Path) -> None:
     assert [strategy for strategy, _ in found[0]] == ["fsdp2"] * 3
     assert all(" ms, " in reason for _, reason in found[0])
     assert ranks(2).run(cases.traced, folder=str(tmp_path)) == [["llep", "llep"]] * 2
+
+
+RUNS = (["llep", "fsdp2", "fsep"], ["fsdp2", "fsep+llep:whole", "llep"], ["fsdp2"], ["fsep+llep:sharded", "fsep", "ep"])
+
+
+def test_goes_on_from_another_choice(ranks, tmp_path: Path) -> None:
+    settings = {"before": RUNS[0], "after": RUNS[1], "kind": "SHARDED_STATE_DICT"}
+    ranks(2).run(cases.resumed, folder=str(tmp_path), **settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_goes_on_from_other_choices(ranks, tmp_path: Path, kind: str) -> None:
+    for before, after in [*itertools.pairwise(RUNS), (RUNS[-1], RUNS[0])]:
+        ranks(2).run(cases.resumed, folder=str(tmp_path), before=before, after=after, kind=kind)
