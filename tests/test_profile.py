@@ -10,7 +10,7 @@ import pytest
 
 from hf_laer.cli.main import main
 from hf_laer.plan import topology
-from hf_laer.profile import Profile, fit_line, read_machine, read_profile, shipped_profile
+from hf_laer.profile import HOST_SECONDS, Profile, fit_line, read_machine, read_profile, shipped_profile
 
 
 def measured() -> Profile:
@@ -118,8 +118,9 @@ def test_a_profile_from_before_fsdp2_was_measured(tmp_path: Path) -> None:
     values["host_seconds"]["llep"] = 3e-3
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(values))
-    assert read_profile(path).host("fsdp2") == pytest.approx(0.25 * 3e-3)
-    assert measured().host("fsdp2") == 1.5e-3
+    shipped = HOST_SECONDS["fsdp2"] / min(HOST_SECONDS[name] for name in HOST_SECONDS if name != "fsdp2")
+    assert read_profile(path).host("fsdp2") == pytest.approx(shipped * 3e-3)
+    assert measured().host("fsdp2") == HOST_SECONDS["fsdp2"]
 
 
 @pytest.mark.parametrize(
