@@ -176,9 +176,24 @@ def make_arena(comm: Communicator, nbytes: int, device: torch.device, seconds: f
     nbytes, refused = comm.to_host(comm.all_gather(told)).amax(0).tolist()
     if nbytes == 0 or refused == 0:
         return None
-    if device.type == "cpu":
-        return SharedArena(comm, nbytes)
-    return SymmetricArena(comm.group, nbytes, device, seconds)
+    made = _made(comm, nbytes, device, seconds)
+    # Where it failed on one rank nobody has any.
+    able = torch.tensor([made is not None], dtype=torch.int64, device=device)
+    return made if comm.to_host(comm.all_gather(able)).all() else None
+
+
+def _made(comm: ProcessGroupCommunicator, nbytes: int, device: torch.device, seconds: float) -> Arena | None:
+    try:
+        if device.type == "cpu":
+            return SharedArena(comm, nbytes)
+        return SymmetricArena(comm.group, nbytes, device, seconds)
+    except (RuntimeError, OSError) as error:
+        logger.warning(
+            "ranks of this host cannot read each other's memory, so that experts travel in messages (peer_memory=False "
+            "does not try): %s",
+            error,
+        )
+        return None
 
 
 def _reaches_all(device: torch.device, ranks: int) -> bool:

@@ -8,17 +8,45 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_laer.comm import arena
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.shard.pull import Pull
 from tests.engine import cases
 from tests.models import assert_close, full, tiny_model
 
 LAYERS = 3
+
+
+class _Refused(arena.SharedArena):
+    """As memory that the last rank fails to share."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("not permitted")
+
+
+def refused() -> int:
+    """Memory that one rank cannot share is nobody's: experts are sent. Returns warnings."""
+    model = tiny_model("mixtral")
+    with patch.object(arena, "SharedArena", _Refused), patch.object(arena.logger, "warning") as warned:
+        cases.patched(model, strategy="fsep", peer_memory=True)
+    engine = get_engine(model)
+    assert engine is not None
+    assert engine.unsharder.arena is None
+    cases.compare_gradients(model, _trained_once(model))
+    return warned.call_count
+
+
+def _trained_once(model: nn.Module) -> dict[str, torch.Tensor]:
+    cases.loss_of(model, cases.batch_of(dist.get_rank())).backward()
+    return cases.expected("mixtral", 0).gradients
 
 
 def trained(family: str, strategy: str, optimizer: str, steps: int, **changes: Any) -> dict[str, int]:

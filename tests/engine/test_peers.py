@@ -35,6 +35,10 @@ def test_wider_than_the_arena(ranks, strategy: str) -> None:
         assert found["pulled"] > 0
 
 
+def test_memory_that_one_rank_cannot_share(ranks) -> None:
+    assert ranks(3).run(cases_peers.refused) == [0, 0, 1]
+
+
 @pytest.mark.parametrize("peer_memory", [False, True])
 def test_two_models_in_one_loss(ranks, peer_memory: bool) -> None:
     ranks(2).run(cases_peers.several, peer_memory=peer_memory)
