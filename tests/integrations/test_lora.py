@@ -127,7 +127,9 @@ def test_trains_in_bf16(ranks, strategy: str, family: str, mesh: str | None) -> 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_frozen_experts_send_no_gradients(ranks, strategy: str) -> None:
     for made in ranks(2).run(cases_lora.frozen_and_trained, strategy=strategy):
-        forward, backward = made.pop("all")
-        assert backward == 2 * forward, "weights again, and their gradients"
-        assert (forward > 0) == (strategy != "ep")
-        assert all(backward == forward for forward, backward in made.values()), "weights again, and nothing else"
+        # Of two layers; the last one's forward has left its experts in the slots, if it sent for any.
+        kept = {kind: forward - backward for kind, (forward, backward) in made.items() if kind != "all"}
+        assert all(some in ((0, 1) if made[kind][0] == 1 else (made[kind][0] // 2,)) for kind, some in kept.items())
+        forward, backward = made["all"]
+        assert forward == (0 if strategy == "ep" else 2)
+        assert backward == 2 * forward - forward // 2, "weights again, and their gradients"
