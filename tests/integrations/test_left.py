@@ -21,7 +21,7 @@ def test_left_layers_equal_unpatched(ranks, strategies: list[str]) -> None:
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_left_layers_of_families(ranks, family: str, world_size: int) -> None:
     settings = {"parallelism": (2, 2), "slots_per_rank": 4} if world_size == 4 else {}
-    for strategies in (["fsdp2", "fsep+llep"], ["fsdp2"], ["ep", "fsdp2"], ["fsdp", "fsdp2"]):
+    for strategies in (["fsdp2", "fsep+llep:whole"], ["fsdp2"], ["ep", "fsdp2"], ["fsdp", "fsdp2"]):
         ranks(world_size).run(cases.equal, strategies=strategies, family=family, tolerance=1e-4, **settings)
 
 
