@@ -13,7 +13,7 @@ from tests.reports import cases_check, cases_faults
 LIMIT = 3.0
 WHERE = re.compile(
     r"rank (\d): the (all-gather|all-to-all|all-reduce) of (tokens|weights) in (model\.layers\.\d\.mlp\.experts), "
-    r"(forward|backward|recompute) of micro-batch (\d) failed after"
+    r"(forward|backward|recompute)(?:, ahead)? of micro-batch (\d) failed after"
 )
 
 
