@@ -83,7 +83,9 @@ def _in_turn(strategies: Sequence[str]) -> Any:
         ASKED[:] = layers.values()
         settled = choose(config, layers, *arguments, **keywords)
         turns = zip(settled, itertools.cycle(strategies), strict=False)
-        configs = {one: dataclasses.replace(config, **settings_of(one)) for one in strategies if one != FSDP2}
+        # Homes that are not named are whole.
+        full = {one: f"{one}:whole" if one == "fsep+llep" else one for one in strategies if one != FSDP2}
+        configs = {one: dataclasses.replace(config, **settings_of(named)) for one, named in full.items()}
         return {name: Choice(strategy, configs.get(strategy), "in turn") for name, strategy in turns}
 
     return chosen
