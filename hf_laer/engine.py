@@ -31,11 +31,11 @@ from hf_laer.plan.types import Placement, Plan
 from hf_laer.profile import Profile, read_profile, shipped_profile
 from hf_laer.shard.ahead import Era, Unsharder
 from hf_laer.shard.exchange import SlotTable
-from hf_laer.shard.home import Layout, plain_home, sharded_home
+from hf_laer.shard.home import plain_home
 from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
-from hf_laer.start import arena_for, broadcast, compile_planners, told_alike
+from hf_laer.start import arena_for, compile_planners, device_of, home_of, told_alike
 from hf_laer.strategy import make_plan, needs_loads, relays, sharded_dim, token_groups
 from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LoadsWatcher, Recorder, holders_of, record_of
@@ -241,7 +241,7 @@ class Engine:
                 dtype = master_dtype if master_dtype is not None and parameter.requires_grad else parameter.dtype
                 self._shard(layer, key, parameter, dtype, src_rank, offload)
         sizes = [layer.staged_bytes(self.compute_dtype, len(groups[0])) for layer in self.layers.values()]
-        host = self.ranks_per_node, _device(mesh), self.watch.limit
+        host = self.ranks_per_node, device_of(mesh), self.watch.limit
         self.unsharder.arena = arena_for(self.comms.weights, max(sizes, default=0), self.config, *host)
         self._tuners.clear()
         self._held.clear()
@@ -266,19 +266,9 @@ class Engine:
         offload: bool,
     ) -> None:
         assert self.mesh is not None
-        mesh, dim, weights = self.mesh, sharded_dim(layer.config), self.comms.weights
-        layout = Layout.sharded(tuple(parameter.shape), dim, weights.size)
-        full = parameter.detach()
-        if src_rank is not None:
-            full = broadcast(full, dtype, _device(mesh), src_rank)
-        device = torch.device("cpu") if offload else _device(mesh)
-        # A copy, so that the block does not keep the full tensor's memory.
-        block = layout.block(full, weights.rank).to(device, dtype, copy=True).contiguous()
-        if offload and mesh.device_type == "cuda":
-            block = block.pin_memory()
-        home = sharded_home(block, layout, dim, mesh, parameter.requires_grad)
+        told = sharded_dim(layer.config), self.mesh, self.comms.weights, dtype, src_rank, offload
+        layer.homes[key] = home = home_of(parameter, *told)
         layer.module.register_parameter(key, home.parameter)
-        layer.homes[key] = home
 
     def state_dict(self) -> dict[str, Any]:
         """What the layers remember of recent micro-batches, in JSON's types; the same on all ranks."""
@@ -503,9 +493,3 @@ class Engine:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_laer.comm.arena import Arena, make_arena
@@ -16,6 +17,7 @@ from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import device_memory, device_name
 from hf_laer.config import LaerConfig
 from hf_laer.plan import compile_kernels
+from hf_laer.shard.home import Home, Layout, sharded_home
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,46 @@ def arena_for(
     return make_arena(weights, nbytes, device, seconds)
 
 
-def broadcast(full: torch.Tensor, dtype: torch.dtype, device: torch.device, src_rank: int) -> torch.Tensor:
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def home_of(
+    parameter: nn.Parameter,
+    dim: int,
+    mesh: DeviceMesh,
+    weights: Communicator,
+    dtype: torch.dtype,
+    src_rank: int | None,
+    offload: bool,
+) -> Home:
+    """Shards a parameter that is whole on every rank, or on one. Collective over the world.
+
+    Args:
+        parameter: The parameter.
+        dim: The dimension that is cut.
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        weights: The ranks of the shard dimension.
+        dtype: Of the home.
+        src_rank: The only rank that has the values; ``None`` if all have.
+        offload: The home lives on the host.
+    """
+    layout = Layout.sharded(tuple(parameter.shape), dim, weights.size)
+    full = parameter.detach()
+    if src_rank is not None:
+        full = _broadcast(full, dtype, device_of(mesh), src_rank)
+    device = torch.device("cpu") if offload else device_of(mesh)
+    # A copy, so that the block does not keep the full tensor's memory.
+    block = layout.block(full, weights.rank).to(device, dtype, copy=True).contiguous()
+    if offload and mesh.device_type == "cuda":
+        block = block.pin_memory()
+    return sharded_home(block, layout, dim, mesh, parameter.requires_grad)
+
+
+def _broadcast(full: torch.Tensor, dtype: torch.dtype, device: torch.device, src_rank: int) -> torch.Tensor:
     """The values of the one rank that has them, on every rank, in ``dtype``. Collective over the world."""
     if dist.get_rank() == src_rank:
         values = full.to(device, dtype).contiguous()

@@ -17,13 +17,12 @@ from hf_laer.choice import (
     alternatives,
     best,
     choose,
-    hot_loads,
     settled,
     threshold,
     tuned,
-    usual_loads,
 )
 from hf_laer.config import STRATEGIES
+from hf_laer.loads import hot_loads, usual_loads
 from hf_laer.plan import chunk_owners, ep, llep, predict
 from hf_laer.profile import shipped_profile
 from hf_laer.strategy import make_plan

@@ -22,12 +22,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from hf_laer.bench.layer import Batch, BenchExperts, LayerShape, measure, spec_for, timed
 from hf_laer.bench.rivals import own_tokens
 from hf_laer.comm.base import Communicator
-from hf_laer.config import STRATEGIES, LaerConfig
+from hf_laer.config import FSDP2, STRATEGIES, LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.profile import Profile
 from hf_laer.shard.ahead import Coming, Era, Unsharder, Want
 
-FSDP2 = "fsdp2"
 CONTENDERS = (*STRATEGIES, FSDP2)
 # The stack without its experts, and the products of one layer alone: measured in every run.
 ATTENTION, GEMM = "attention", "gemm"

@@ -22,17 +22,16 @@ from hf_laer.bench.routing import routing
 from hf_laer.choice import (
     Alternative,
     LayerSizes,
-    Loads,
     alternatives,
     best,
     ranks_that_hold,
     threshold,
     tuned,
-    usual_loads,
 )
 from hf_laer.cli.ranks import joined, write_figures
 from hf_laer.comm.groups import ranks_of_node
 from hf_laer.config import FSDP2, STRATEGIES, LaerConfig
+from hf_laer.loads import Loads, usual_loads
 from hf_laer.profile import Profile, read_profile
 
 HELP = "measure this host on all ranks of torchrun, write its profile, and recommend settings for a model"

@@ -59,6 +59,15 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
+def evaluate(model: nn.Module, plain: nn.Module, step: int) -> None:
+    """Logits alike, between two steps of training: it uses the layout, and does not learn."""
+    ids = batch_of(dist.get_rank(), step + 50)
+    with torch.no_grad():
+        assert_close(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits, "evaluation")
+    model.train()
+    plain.train()
+
+
 def average_dense_gradients(model: nn.Module) -> None:
     """What FSDP does for the parameters that the engine does not shard."""
     for parameter in model.parameters():

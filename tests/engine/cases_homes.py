@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,7 @@ from hf_laer.plan import Plan, llep
 from hf_laer.shard.ahead import Coming, Want
 from hf_laer.shard.exchange import beyond_own
 from tests.engine import cases
-from tests.models import assert_close, full, tiny_model
+from tests.models import assert_close, full, repeatable, tiny_model
 from tests.reports.steered import Steered
 
 # Nearly all tokens to the first two experts, which one rank owns; then to the last ones.
@@ -29,16 +27,6 @@ LAYERS = 3
 def _count(want: Want) -> int:
     """Experts that travel, over all ranks."""
     return sum(map(len, want.fetched))
-
-
-@contextmanager
-def waiting_for_layouts() -> Iterator[None]:
-    """Every layout is ready when the next micro-batch asks for it."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 class Sent:
@@ -92,11 +80,11 @@ def drifting(experts: int, checkpointing: str | None = None, optimizer: str = "S
     sent, found = Sent(engine), []
     passed = _passed(engine)
     steps = [getattr(torch.optim, optimizer)(one.parameters(), lr=1e-2) for one in (plain.model, model)]
-    with waiting_for_layouts():
+    with repeatable():
         for step, experts_of in enumerate((HOT, HOT, HOT, OTHERS, OTHERS)):
             plain.experts = steered.experts = [experts_of]
             want = plain.gradients(step)
-            _evaluate(model, plain.model, step)
+            cases.evaluate(model, plain.model, step)
             sent.drain()
             model.zero_grad()
             cases.loss_of(model, cases.batch_of(dist.get_rank(), step)).backward()
@@ -123,15 +111,6 @@ def _passed(engine: Engine) -> list[int]:
 
         node.all_to_all = counted  # type: ignore[method-assign]
     return calls
-
-
-def _evaluate(model: nn.Module, plain: nn.Module, step: int) -> None:
-    """Uses the layout, and does not learn."""
-    ids = cases.batch_of(dist.get_rank(), step + 50)
-    with torch.no_grad():
-        assert_close(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits, "evaluation")
-    model.train()
-    plain.train()
 
 
 def _put(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
@@ -168,7 +147,7 @@ def refused(checkpointing: bool) -> list[tuple[int, int]]:
         settings.pop("cost")
         return llep(loads, owners, **settings) if len(made) % 2 else ahead(loads, owners, placement, **settings)
 
-    with waiting_for_layouts(), mock.patch.object(planning, "llep_ahead", alternating):
+    with repeatable(), mock.patch.object(planning, "llep_ahead", alternating):
         for step in range(4):
             want = plain.gradients(step)
             model.zero_grad()
@@ -186,7 +165,7 @@ def even(experts: int, strategy: str) -> tuple[int, int]:
     cases.patched(model, strategy=strategy, slots_per_rank=experts, history=1)
     engine = get_engine(model)
     assert engine is not None
-    with waiting_for_layouts():
+    with repeatable():
         for step in range(3):
             if step == 2:
                 sent = Sent(engine)

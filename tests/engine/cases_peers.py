@@ -67,7 +67,7 @@ def trained(family: str, strategy: str, optimizer: str, steps: int, **changes: A
         model.zero_grad()
         cases.loss_of(model, cases.batch_of(dist.get_rank(), step)).backward()
         cases.compare_gradients(model, want)
-        _evaluate(model, plain, step)
+        cases.evaluate(model, plain, step)
         for one, stepper in zip((plain, model), steppers, strict=True):
             for name, parameter in one.named_parameters():
                 if not hasattr(parameter, "full_tensor"):
@@ -97,14 +97,6 @@ def _ways(model: nn.Module) -> dict[str, int]:
 
     engine.unsharder.begin = beginning  # type: ignore[method-assign]
     return found
-
-
-def _evaluate(model: nn.Module, plain: nn.Module, step: int) -> None:
-    ids = cases.batch_of(dist.get_rank(), step + 50)
-    with torch.no_grad():
-        assert_close(model.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits, "evaluation")
-    model.train()
-    plain.train()
 
 
 def wider(strategy: str) -> dict[str, int]:
@@ -187,7 +179,7 @@ def swapped(strategy: str, peer_memory: bool) -> None:
         model.zero_grad()
         loss = cases.loss_of(model, cases.batch_of(dist.get_rank(), step))
         _scale(plain, model, 2.0)
-        _evaluate(model, plain, step)
+        cases.evaluate(model, plain, step)
         _scale(plain, model, 0.5)
         loss.backward()
         cases.compare_gradients(model, want)

