@@ -23,6 +23,7 @@ from tests.integrations import rig
 from tests.integrations.cases import Counts, counted
 from tests.models import assert_close, full, tiny_model, tokens
 
+STEPS = 5
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -127,7 +128,7 @@ def _compare_step(model: nn.Module, step: int, losses: list[float], want: dict[s
 def run_lora(
     _: str, family: str, laer: dict[str, Any] | None = None, checkpointing: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """Ten AdamW steps of a plain loop under FSDP2, patched where ``laer`` is given."""
+    """AdamW steps of a plain loop under FSDP2, patched where ``laer`` is given."""
     run = trained(family, laer, checkpointing, **settings)
     return {**run.numbers, "weights": rig.gathered(run.model)}
 
@@ -140,11 +141,11 @@ def trained(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> rig.Loop:
-    """The loop after its ten steps; ``settings`` are the loop's."""
+    """The loop after its steps; ``settings`` are the loop's."""
     kind = rig.fsdp_plugin if laer is None else partial(rig.fsdp_plugin, LaerFSDPPlugin, laer=rig.eager(**laer))
     model = adapted(family, lora(**peft or {}), dtype=dtype)
     run = rig.Loop(family, kind(activation_checkpointing=checkpointing), model=model, **settings)
-    run.train(10)
+    run.train(STEPS)
     return run
 
 
@@ -155,7 +156,7 @@ def trains(
     parallelism: tuple[int, int] | None = None,
     **laer: Any,
 ) -> Counts:
-    """Ten AdamW steps: losses, gradient norms and adapters are unpatched PEFT's."""
+    """AdamW steps: losses, gradient norms and adapters are unpatched PEFT's."""
     theirs = rig.reference(run_lora, "", family, peft=peft, parallelism=parallelism)
     with rig.fresh_accelerate():
         run = trained(family, laer, checkpointing, peft, parallelism=parallelism)

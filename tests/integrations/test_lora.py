@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import covering
 from tests.engine import cases_edges
 from tests.integrations import cases_lora
 
@@ -38,12 +39,11 @@ def test_gradients_on_other_numbers_of_ranks(ranks, world_size: int, strategy: s
     check(ranks(world_size).run(cases_lora.equal_gradients, family=family, strategy=strategy), strategy, world_size)
 
 
+# On two ranks: above. On one and on four, each strategy meets each family and kind of recompute, and these each other.
 @pytest.mark.long
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_gradients(ranks, world_size: int, strategy: str, family: str, recompute: str | None) -> None:
+@pytest.mark.parametrize(("strategy", "family", "recompute"), covering(STRATEGIES, FAMILIES, RECOMPUTE))
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_gradients_on_one_and_four(ranks, world_size: int, strategy: str, family: str, recompute: str | None) -> None:
     counts = ranks(world_size).run(cases_lora.equal_gradients, family=family, strategy=strategy, recompute=recompute)
     check(counts, strategy, world_size)
 
@@ -72,10 +72,9 @@ def test_trains(ranks, strategy: str, family: str, checkpointing: bool) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "family", "checkpointing"), covering([2, 4], STRATEGIES, FAMILIES, [False, True])
+)
 def test_trains_everywhere(ranks, world_size: int, strategy: str, family: str, checkpointing: bool) -> None:
     counts = ranks(world_size).run(cases_lora.trains, family=family, strategy=strategy, checkpointing=checkpointing)
     check(counts, strategy, world_size)
@@ -102,7 +101,7 @@ PARTS = [
 def test_trains_on_parts_of_the_ranks(ranks, mesh: str, strategy: str, family: str) -> None:
     counts = ranks(4).run(cases_lora.trains, family=family, strategy=strategy, **MESHES[mesh])
     # Replicas and groups have loads of their own.
-    assert {count["records"] for count in counts} == {2 * 2 * 10}
+    assert {count["records"] for count in counts} == {2 * 2 * cases_lora.STEPS}
     if strategy in MOVES and mesh != "groups in replicas":
         assert max(count[MOVES[strategy]] for count in counts) > 0, "nothing moved: the test proved nothing"
 

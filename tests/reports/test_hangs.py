@@ -71,10 +71,13 @@ def test_b09_order_of_collectives(ranks, strategy: str) -> None:
     sleepy(ranks, strategy, 3)
 
 
-@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "steps", [pytest.param(15, marks=pytest.mark.long), pytest.param(50, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_b09_order_of_collectives_over_fifty_steps(ranks, strategy: str) -> None:
-    sleepy(ranks, strategy, 50)
+def test_b09_order_of_collectives_over_many_steps(ranks, strategy: str, steps: int) -> None:
+    sleepy(ranks, strategy, steps)
 
 
 def test_b10_groups_are_made_in_setup(ranks, tmp_path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.covering import covering
 from tests.integrations import rig
 from tests.integrations.test_merge import assert_same_weights, weights
 from tests.pool import RankFailure
@@ -80,13 +83,16 @@ def test_b84_homes_of_the_union(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("savers", "resumers"), [(4, 8), (1, 8), (8, 1), (8, 2)])
-def test_b84_eight_ranks(ranks, tmp_path: Path, savers: int, resumers: int) -> None:
-    """More ranks than experts: one owns none."""
-    wanted = ranks(savers).run(cases.saves, folder=str(tmp_path), strategy="llep", seconds=200)[0]
-    ways = [("llep", SHARDED), ("fsep", FULL), ("fsep", SHARDED)]
+def test_b84_eight_ranks(ranks, tmp_path: Path) -> None:
+    """More ranks than experts: one owns none. How many saved is seen in sharded states only; a full one is one file."""
+    every = [("llep", SHARDED), ("fsep", FULL), ("fsep", SHARDED)]
+    sharded, other = every[:1], every[2:]
+    settings = {"strategy": "llep", "seconds": 200}
     try:
-        ranks(resumers).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted, seconds=400)
+        wanted = {n: ranks(n).run(cases.saves, folder=str(tmp_path / str(n)), **settings)[0] for n in (1, 4, 8)}
+        for savers, resumers, ways in ((1, 8, sharded), (4, 8, every), (8, 1, other), (8, 2, every)):
+            folder, numbers = str(tmp_path / str(savers)), wanted[savers]
+            ranks(resumers).run(cases.resumes, folder=folder, ways=ways, wanted=numbers, seconds=200)
     finally:
         ranks(8).stop()
 
@@ -151,18 +157,25 @@ def test_what_auto_leaves_to_fsdp2_resumes_elsewhere(ranks, tmp_path: Path) -> N
 AUTO = ("auto:llep", "auto:fsep+llep", "auto:fsdp,ep", "auto:ep,fsep", "auto:fsdp2,fsep+llep", "auto:fsdp2")
 
 
+OTHERS = (None, "llep", "fsep")
+# Who saves, who resumes, of which kind and on how many ranks: each meets each of the others' values.
+AUTO_WAYS = covering(AUTO, (*AUTO, *OTHERS), cases.KINDS, (1, 2, 4)) + covering(OTHERS, AUTO, cases.KINDS, (1, 2, 4))
+
+
+def check_ways(ranks, folder: str, saver: str | None, every: list[tuple[Any, ...]]) -> None:
+    """What ``saver`` saves on two ranks is resumed in all its ways: (saver, resumer, kind, ranks)."""
+    wanted = ranks(2).run(cases.saves, folder=folder, strategy=saver)[0]
+    for world_size in (1, 2, 4):
+        ways = [(other, kind) for one, other, kind, size in every if (one, size) == (saver, world_size)]
+        ranks(world_size).run(cases.resumes, folder=folder, ways=ways, wanted=wanted, seconds=180)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("saver", [None, "llep", "fsep", *AUTO])
+@pytest.mark.parametrize("saver", [*OTHERS, *AUTO])
 def test_auto_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
-    """What each saves on two ranks ``auto`` resumes on one, two and four; what ``auto`` saves, each."""
-    wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy=saver)[0]
-    others = [one for one in AUTO if one != saver]
-    if saver in AUTO:
-        others += [None, "llep", "fsep"]
-    for world_size in (1, 2, 4):
-        ways = [(one, cases.KINDS[(at + world_size // 2) % 2]) for at, one in enumerate(others)]
-        ranks(world_size).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted, seconds=180)
+    """What each saves ``auto`` resumes; what ``auto`` saves, each, and ``auto`` that has chosen otherwise."""
+    check_ways(ranks, str(tmp_path), saver, AUTO_WAYS)
 
 
 @pytest.mark.long
@@ -173,15 +186,28 @@ def test_unpatched_checkpoint_under_strategies(ranks, tmp_path: Path) -> None:
     ranks(2).run(cases.resumes, folder=str(tmp_path), ways=ways, wanted=wanted)
 
 
+WAYS = covering((None, *STRATEGIES), (None, "ep", "fsep"), cases.KINDS, (1, 2, 4))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("saver", [None, *STRATEGIES])
 def test_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
-    """Saved by each, resumed by all others, both kinds, on one, two and four ranks."""
-    wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy=saver)[0]
-    ways = list(itertools.product([None, "ep", "fsep"], cases.KINDS))
-    for world_size, some in ((1, ways[::2]), (2, ways), (4, ways[1::2])):
-        ranks(world_size).run(cases.resumes, folder=str(tmp_path), ways=some, wanted=wanted, seconds=180)
+    """Saved by each, resumed under homes of either dimension and unpatched, both kinds, on one, two and four ranks."""
+    check_ways(ranks, str(tmp_path), saver, WAYS)
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, cases.Numbers]]:
+    """Of a kind of state: the folder and the numbers of Trainer's four ranks under ``fsep``."""
+
+    @cache
+    def run(kind: str) -> tuple[Path, cases.Numbers]:
+        folder = tmp_path_factory.mktemp("trained")
+        arguments = {"folder": str(folder), "kind": kind, "strategy": "fsep", "resume": None}
+        return folder, ranks(4).run(cases.trained_by_trainer, **arguments)[0]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -191,15 +217,22 @@ def test_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
         for way in [(SHARDED, 2, "llep"), (FULL, 2, "llep"), (SHARDED, 1, None), (FULL, 4, "ep"), (SHARDED, 4, "auto")]
     ],
 )
-def test_trainer_resumes_elsewhere(ranks, tmp_path: Path, kind: str, world_size: int, strategy: str | None) -> None:
+def test_trainer_resumes_elsewhere(
+    ranks, trained, tmp_path: Path, kind: str, world_size: int, strategy: str | None
+) -> None:
     """Trainer's checkpoint of four ranks and ``fsep``, under other strategies on other numbers of ranks."""
-    folder = str(tmp_path)
-    whole = ranks(4).run(cases.trained_by_trainer, folder=folder, kind=kind, strategy="fsep", resume=None)[0]
-    resume = f"{folder}/checkpoint-3"
-    pool = ranks(world_size)
-    ours = pool.run(cases.trained_by_trainer, folder=f"{folder}/2", kind=kind, strategy=strategy, resume=resume)[0]
+    folder, whole = trained(kind)
+    arguments = {"folder": str(tmp_path), "kind": kind, "strategy": strategy, "resume": f"{folder}/checkpoint-2"}
+    ours = ranks(world_size).run(cases.trained_by_trainer, **arguments)[0]
     rig.assert_same(ours, whole)
-    assert not np.allclose(whole["loss"][:3], whole["loss"][3:], rtol=1e-3)
+    assert not np.allclose(whole["loss"][:2], whole["loss"][2:], rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def uncut(ranks, tmp_path_factory: pytest.TempPathFactory) -> cases.Numbers:
+    """The numbers of the run that is killed below, where nobody kills it; the kind of state changes none."""
+    arguments = {"folder": str(tmp_path_factory.mktemp("uncut")), "kind": FULL, "strategy": "fsep", "resume": None}
+    return ranks(2).run(cases.trained_by_trainer, **arguments, **cases.CUT)[0]
 
 
 @pytest.mark.parametrize(
@@ -212,10 +245,10 @@ def test_trainer_resumes_elsewhere(ranks, tmp_path: Path, kind: str, world_size:
         ),
     ],
 )
-def test_killed_save_leaves_the_earlier_checkpoint(ranks, tmp_path: Path, kind: str, moment: str) -> None:
+def test_killed_save_leaves_the_earlier_checkpoint(ranks, uncut, tmp_path: Path, kind: str, moment: str) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         ranks(2).run(cases.killed_while_saving, folder=str(tmp_path), kind=kind, moment=moment)
-    ranks(2).run(cases.resumed_after_a_kill, folder=str(tmp_path), kind=kind)
+    ranks(2).run(cases.resumed_after_a_kill, folder=str(tmp_path), kind=kind, wanted=uncut)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,29 @@
+"""Some ways instead of all: where factors are many, faults sit in one value or in two that meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+
+def covering(*factors: Sequence[Hashable]) -> list[tuple[Any, ...]]:
+    """Few of all combinations, in which every value of one factor meets every value of every other.
+
+    Greedy, and the same each time: the combination that brings most pairs not met yet, the first one where several do.
+
+    Args:
+        factors: The values of each; at least two factors.
+
+    Returns:
+        Tuples with one value of each factor, in the order of ``itertools.product``.
+    """
+    ways = list(itertools.product(*(range(len(values)) for values in factors)))
+    pairs = {way: set(itertools.combinations(enumerate(way), 2)) for way in ways}
+    open_pairs = set().union(*pairs.values())
+    chosen = []
+    while open_pairs:
+        best = max(ways, key=lambda way: len(pairs[way] & open_pairs))
+        chosen.append(best)
+        open_pairs -= pairs[best]
+    return [tuple(values[at] for values, at in zip(factors, way, strict=True)) for way in sorted(chosen)]
