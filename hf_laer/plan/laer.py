@@ -9,6 +9,7 @@ import numpy as np
 from ._jit import kernel
 from .copies import even_copies, greedy_copies, moved_copy, proportional_copies
 from .forecast import HEDGE
+from .pinned import first_homes, with_replicas
 from .relayout import place_copies
 from .types import Placement
 from .validate import check_history, check_room, node_width
@@ -70,15 +71,37 @@ def fsep_placement(
     *,
     hedge_permille: int = HEDGE,
 ) -> Placement:
-    """:func:`laer_placement` for the exact split: hedged copies by priority queue, no other candidate.
+    """Places experts for the exact split: a first copy of each, equally many per rank, then others by priority queue.
 
-    The split levels what a placement allows, so a placement should allow much: copies follow three quarters
-    of the recent loads and one quarter of their mean, or more of it where forecasts miss by much
-    (``hedge_permille``, see :attr:`hf_laer.plan.forecast.Forecaster.hedge`). Where loads change much from step to
-    step this leaves about half as much that the exact split cannot level, where they change little it costs nothing,
-    and candidates chosen for less traffic did worse (measured, see ``docs/planners.md``).
+    The split levels what a placement allows, so a placement should allow much. Further copies are placed one after the
+    other, as :func:`replica_placement` does it: LAER's own order (arXiv 2602.11686), all copies of one expert at a
+    time, puts the coldest experts together, and what the exact split cannot level is about twice as much. Copies follow three quarters of the recent loads and one quarter of their mean, or more of
+    it where forecasts miss by much (``hedge_permille``, see :attr:`hf_laer.plan.forecast.Forecaster.hedge`). Candidates
+    chosen for less traffic did worse (measured, see ``docs/planners.md``).
+
+    Args:
+        loads: int64 ``[E]`` or ``[N, E]``, as :func:`laer_placement`.
+        num_ranks: N.
+        slots_per_rank: S.
+        ranks_per_node: Consecutive ranks that share a node; ``None``: one node.
+        hedge_permille: Thousandths of the loads that are replaced by their mean.
+
+    Returns:
+        A placement of every expert, none twice on one rank; slots stay empty only where all ranks with a free one hold
+        all experts that could fill it.
+
+    Raises:
+        ValueError: Bad loads, too few slots, or a share outside its range.
     """
-    return laer_placement(loads, num_ranks, slots_per_rank, ranks_per_node, candidates=1, hedge_permille=hedge_permille)
+    load = check_history(loads, num_ranks).sum(axis=0)
+    check_room(len(load), num_ranks, slots_per_rank)
+    if not 0 <= hedge_permille <= 1000:
+        raise ValueError(f"hedge_permille={hedge_permille} must lie in 0..1000")
+    slots, width = min(int(slots_per_rank), len(load)), node_width(ranks_per_node, num_ranks)
+    wanted = hedged(load[None], int(hedge_permille))[0] + 1  # experts without load get copies too, last
+    room = int(num_ranks) * slots - len(load)
+    owners = first_homes(wanted, int(num_ranks), slots, width)
+    return Placement(with_replicas(wanted, owners, int(num_ranks), slots, width, room))
 
 
 def initial_placement(num_experts: int, num_ranks: int, slots: int, ranks_per_node: int | None = None) -> Placement:

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ._jit import kernel
 from .cost import CostModel, seconds_of
 from .fixed import ep
 from .forecast import HEDGE
 from .laer import hedged
 from .llep import llep
 from .owners import owner_slots
+from .pinned import with_replicas
 from .spill import level_and_spilled
 from .types import EMPTY, Placement, Plan
 from .validate import check_history, check_owners, check_room, node_width
@@ -153,7 +153,7 @@ def replica_placement(
     own = np.bincount(owners, minlength=num_ranks)
     if own.max() > slots:
         raise ValueError(f"rank {own.argmax()} owns {own.max()} experts, which {slots} slots do not hold")
-    alone = Placement(_with_replicas(load, owners, num_ranks, slots, width, 0))
+    alone = Placement(with_replicas(load, owners, num_ranks, slots, width, 0))
     native = np.bincount(owners, load, num_ranks)
     room = int((slots - own).sum())
     if room == 0 or not native.any():
@@ -174,7 +174,7 @@ def replica_placement(
             if placement is None:
                 plans = _alone(loads, owners, 1.0, spill)
             else:
-                plans = level_and_spilled(loads, placement, **spill)
+                plans = level_and_spilled(loads, placement, **spill, halvings=0)
             if cost is None:
                 total += plans[1].spilled
             else:
@@ -184,7 +184,7 @@ def replica_placement(
     best, least = alone, price(None)
     for halved in range(HALVINGS, -1, -1):
         if least > 0 and room >> halved:
-            tried = Placement(_with_replicas(copies_for, owners, num_ranks, slots, width, room >> halved))
+            tried = Placement(with_replicas(copies_for, owners, num_ranks, slots, width, room >> halved))
             found = price(tried)
             if found * WORTH < least:
                 best, least = tried, found
@@ -210,70 +210,3 @@ def begins_with_owned(placement: Placement, owners: np.ndarray) -> bool:
 def _spread(load: np.ndarray, ranks: int) -> np.ndarray:
     """int64 ``[N, E]``: the tokens of each expert, from all ranks alike."""
     return load // ranks + (np.arange(ranks)[:, None] < load % ranks)
-
-
-@kernel
-def _with_replicas(load: np.ndarray, owners: np.ndarray, ranks: int, slots: int, width: int, count: int) -> np.ndarray:
-    """Slot table ``[N, S]`` of own experts and up to ``count`` replicas; those of a smaller count are among them."""
-    own, _ = owner_slots(owners, ranks, np.zeros(ranks, np.int64))
-    table = np.full((ranks, slots), EMPTY, np.int64)
-    table[:, : own.shape[1]] = own
-    scale = 1 << 20 if load.sum() < 1 << 40 else 1
-    held, used = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
-    copies, full = np.ones(len(load), np.int64), np.zeros(len(load), np.bool_)
-    for expert in range(len(load)):
-        held[owners[expert]] += load[expert] * scale
-        used[owners[expert]] += 1
-    holds = np.zeros((len(load), ranks), np.bool_)
-    for expert in range(len(load)):
-        holds[expert, owners[expert]] = True
-    while count > 0:
-        expert = _hottest(load, copies, full)
-        if expert < 0:
-            break
-        taker = _taker(holds[expert], held, used, slots, width)
-        if taker < 0:
-            full[expert] = True
-            continue
-        before = load[expert] * scale // copies[expert]
-        copies[expert] += 1
-        after = load[expert] * scale // copies[expert]
-        for rank in range(ranks):
-            if holds[expert, rank]:
-                held[rank] += after - before
-        holds[expert, taker] = True
-        held[taker] += after
-        table[taker, used[taker]] = expert
-        used[taker] += 1
-        count -= 1
-    return table
-
-
-@kernel
-def _hottest(load: np.ndarray, copies: np.ndarray, full: np.ndarray) -> int:
-    """The expert with the most load per copy that can have another one, or -1."""
-    best = -1
-    for expert in range(len(load)):
-        if load[expert] == 0 or full[expert]:
-            continue
-        if best < 0 or load[expert] * copies[best] > load[best] * copies[expert]:
-            best = expert
-    return best
-
-
-@kernel
-def _taker(holds: np.ndarray, held: np.ndarray, used: np.ndarray, slots: int, width: int) -> int:
-    """The rank for one more copy: of those with a free slot and without the expert, on the node with the fewest copies
-    of it, the least loaded; -1 if there is none.
-    """
-    best, fewest = -1, len(held) + 1
-    for start in range(0, len(held), width):
-        stop = min(start + width, len(held))
-        there, lowest = 0, -1
-        for rank in range(start, stop):
-            there += holds[rank]
-            if not holds[rank] and used[rank] < slots and (lowest < 0 or held[rank] < held[lowest]):
-                lowest = rank
-        if lowest >= 0 and (there < fewest or (there == fewest and held[lowest] < held[best])):
-            best, fewest = lowest, there
-    return best

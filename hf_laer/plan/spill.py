@@ -12,15 +12,17 @@ import math
 import numpy as np
 
 from ._jit import kernel
-from .chunks import add_chunks, chunks_above
 from .cost import CostModel
 from .guard import cheaper
-from .least_traffic import level_cheaply
-from .network import copied, network
+from .helpers import fewest_helpers
+from .network import Network, network
 from .ranges import stream_ranges
 from .split import check_homes, level_exactly
-from .types import Placement, Plan, Split
+from .types import EMPTY, Placement, Plan, Split
 from .validate import check_loads, check_placement, node_width
+
+# How often the distance between the mean and the highest load allowed is halved, to level further with as many helpers.
+HALVINGS = 4
 
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -73,10 +75,11 @@ def level_and_spilled(
     *,
     capacity_factor: float,
     min_tokens_per_gemm: int,
+    halvings: int = HALVINGS,
 ) -> tuple[Plan, Plan]:
     """The exact split's plan, and the one that spills what that leaves; the same one twice where nothing is left.
 
-    For arguments and errors see :func:`fsep_llep`.
+    For arguments and errors see :func:`fsep_llep`, for ``halvings`` :func:`fewest_helpers`.
     """
     if not (math.isfinite(capacity_factor) and capacity_factor >= 1) or min_tokens_per_gemm < 1:
         raise ValueError(f"capacity_factor={capacity_factor} and min_tokens_per_gemm={min_tokens_per_gemm}: at least 1")
@@ -87,7 +90,7 @@ def level_and_spilled(
     above, below = float(capacity_factor).as_integer_ratio()
     capacity = min(-(-above * total // (below * len(loads))), total)
     least = min(int(min_tokens_per_gemm), max(total, 1))
-    table, plain, full, spilled, homeless = _solve(loads, slots, width, capacity, least)
+    table, plain, full, spilled, homeless = _solve(loads, slots, width, capacity, least, halvings)
     check_homes(loads, homeless)
     level = Plan(placement, Split(*plain))
     return level, Plan(Placement(table), Split(*full), spilled=int(spilled)) if spilled else level
@@ -95,10 +98,10 @@ def level_and_spilled(
 
 @kernel
 def _solve(
-    loads: np.ndarray, slots: np.ndarray, width: int, capacity: int, least: int
+    loads: np.ndarray, slots: np.ndarray, width: int, capacity: int, least: int, halvings: int
 ) -> tuple[np.ndarray, Parts, Parts, int, int]:
-    """The slot table with what was spilled in; the exact split's first, rank, slot and end, and the spilled
-    split's; tokens in slots that were not foreseen; an expert that has tokens but no replica (or -1).
+    """The slot table with what was fetched, the exact split's first, rank, slot and end, and the one over both;
+    tokens in slots that were not foreseen; an expert that has tokens but no replica (or -1).
     """
     net, homeless = network(loads, slots, width)
     if homeless >= 0:
@@ -108,10 +111,43 @@ def _solve(
     plain = stream_ranges(net.sent, net.first, net.rank, net.slot, net.quota, width)
     if net.held.max() < capacity + least:
         return slots, plain, plain, 0, -1
-    lower = copied(net)
-    level_cheaply(lower, capacity, True)
-    item, helper, tokens = chunks_above(lower.rank, lower.quota, lower.held, capacity, least, width)
-    table, first, rank, slot, quota, spilled = add_chunks(
-        slots, net.first, net.rank, net.slot, lower.quota, net.expert[item], helper, tokens
-    )
-    return table, plain, stream_ranges(net.sent, first, rank, slot, quota, width), spilled, -1
+    mean = -(-net.held.sum() // len(net.held))
+    expert, rank = fewest_helpers(net, mean, capacity + least - 1, halvings)
+    while True:
+        table = _with_helpers(slots, expert, rank)
+        more, _ = network(loads, table, width)
+        level_exactly(more, loads, 0)
+        tokens = _served(more, expert, rank)
+        if tokens.all():
+            break
+        expert, rank = expert[tokens > 0], rank[tokens > 0]
+    return table, plain, stream_ranges(more.sent, more.first, more.rank, more.slot, more.quota, width), tokens.sum(), -1
+
+
+@kernel
+def _with_helpers(slots: np.ndarray, expert: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    """The slot table with each helper's expert behind its rank's others."""
+    used = np.zeros(len(slots), np.int64)
+    for holder in range(len(slots)):
+        for slot in range(slots.shape[1]):
+            used[holder] += slots[holder, slot] != EMPTY
+    filled = used.copy()
+    for helper in rank:
+        filled[helper] += 1
+    table = np.full((len(slots), max(filled.max(), slots.shape[1])), EMPTY, np.int64)
+    table[:, : slots.shape[1]] = slots
+    for at in range(len(rank)):
+        table[rank[at], used[rank[at]]] = expert[at]
+        used[rank[at]] += 1
+    return table
+
+
+@kernel
+def _served(net: Network, expert: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    """int64 ``[C]``: tokens that each helper serves."""
+    tokens = np.zeros(len(expert), np.int64)
+    for helper in range(len(expert)):
+        for at in range(net.first[expert[helper]], net.first[expert[helper] + 1]):
+            if net.rank[at] == rank[helper]:
+                tokens[helper] = net.quota[at]
+    return tokens

@@ -98,6 +98,43 @@ def lowest_maximum(totals: np.ndarray, slots: np.ndarray) -> int:
     return round(result.fun)
 
 
+def fewest_fetches(totals: np.ndarray, slots: np.ndarray, highest: int) -> int:
+    """The fewest experts to add to a slot table so that no rank need hold more than ``highest``, by HiGHS."""
+    ranks, experts = len(slots), len(totals)
+    size = 2 * ranks * experts  # tokens, then whether an expert is fetched
+    held = np.array([[expert in slots[rank] for expert in range(experts)] for rank in range(ranks)])
+    rows, low, high = [], [], []
+    for expert in range(experts):
+        row = np.zeros(size)
+        row[expert : ranks * experts : experts] = 1
+        rows.append(row)
+        low.append(totals[expert])
+        high.append(totals[expert])
+    for rank in range(ranks):
+        row = np.zeros(size)
+        row[rank * experts : (rank + 1) * experts] = 1
+        rows.append(row)
+        low.append(-np.inf)
+        high.append(highest)
+        for expert in range(experts):
+            row = np.zeros(size)
+            row[rank * experts + expert] = 1
+            row[ranks * experts + rank * experts + expert] = -float(totals[expert])
+            rows.append(row)
+            low.append(-np.inf)
+            high.append(totals[expert] * held[rank, expert])
+    cost, upper = np.repeat([0.0, 1.0], ranks * experts), np.full(size, np.inf)
+    upper[ranks * experts :] = 1
+    result = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        integrality=np.repeat([0, 1], ranks * experts),
+        bounds=Bounds(0, upper),
+        options={"mip_rel_gap": 0},
+    )
+    return round(result.fun)
+
+
 def best_placement(totals: np.ndarray, ranks: int, slots: int) -> float:
     """The lowest maximum over all placements with a free (fractional) split, by a mixed-integer programme."""
     experts = len(totals)

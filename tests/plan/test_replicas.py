@@ -112,10 +112,10 @@ def test_against_every_choice_of_replicas(seed, sizes):
 
 
 def test_replicas_of_fewer_are_among_those_of_more():
-    from hf_laer.plan.replicas import _with_replicas
+    from hf_laer.plan.pinned import with_replicas
 
     load, owners = np.random.default_rng(3).integers(0, 999, 12), chunk_owners(12, 5)
-    tables = [_with_replicas(load, owners, 5, 5, 2, count) for count in range(14)]
+    tables = [with_replicas(load, owners, 5, 5, 2, count) for count in range(14)]
     for fewer, more in itertools.pairwise(tables):
         assert ((fewer == EMPTY) | (fewer == more)).all()
         assert (more != EMPTY).sum() - (fewer != EMPTY).sum() in (0, 1)
