@@ -58,7 +58,9 @@ def _run_plan(args: argparse.Namespace, console: Console) -> int:
     console.print(_balance_table("max/mean over 32 ranks (4 x 8) on drifting loads, mean over steps", rows))
     rows = [_with_percentiles(row) for row in method_table(args.steps, args.layers)]
     title = "max/mean over ranks, mean / p95 over steps; weights fetched late by fsep+llep, of llep's"
-    console.print(_balance_table(title, rows))
+    for kind, leaves_out in (("", ("whole", "replicas")), (", experts whole with owners", ("laer", "fsep", "lower"))):
+        kept = [{head: row[head] for head in row if not head.startswith(leaves_out)} for row in rows]
+        console.print(_balance_table(title + kind, kept))
     if not oracle:
         console.print("without scipy: no comparison with HiGHS")
     return 0

@@ -180,6 +180,7 @@ def _numbers(one: Replay) -> dict[str, float]:
         "of_ideal": one.of_ideal,
         "peak_gb": one.percentile("peak_bytes", 100) / 1e9,
         "weight_slots": one.mean("weight_slots"),
+        "late_slots": one.mean("late"),
         "regret_ms": 1e3 * one.mean("regret"),
     }
 
@@ -201,6 +202,7 @@ def _table(done: list[Replay], regret: bool) -> Table:
         "% of ideal",
         "peak GB",
         "slots",
+        "late",
     )
     for head in (*heads, *(("regret ms",) if regret else ())):
         table.add_column(head, justify="right")
@@ -209,6 +211,7 @@ def _table(done: list[Replay], regret: bool) -> Table:
         cells = [f"{n['imbalance_mean']:.2f}", f"{n['imbalance_p95']:.2f}"]
         cells += [f"{n[f'{name}_ms']:.2f}" for name in TIMES]
         cells += [f"{100 * n['of_ideal']:.0f}", f"{n['peak_gb']:.2f}", f"{n['weight_slots']:.0f}"]
+        cells += [f"{n['late_slots']:.1f}"]
         table.add_row(one.name, *cells, *((f"{n['regret_ms']:.2f}",) if regret else ()))
     return table
 

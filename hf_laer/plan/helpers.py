@@ -18,10 +18,11 @@ from ._jit import kernel
 from .network import Network
 
 # Of the experts and ranks that look best by what they hold themselves, so many are looked at to the end.
-TRIED = 4
+TRIED = 8
 # Of the ways to or from one of them, so many are followed: a longer look takes longer and changes little.
 PATHS = 16
 FOLLOWED = 1 << 60
+NOWHERE = -1
 
 
 class Links(NamedTuple):
@@ -61,7 +62,8 @@ def fewest_helpers(net: Network, mean: int, target: int, halvings: int) -> tuple
         halvings: How often the distance between the two is halved to see how near.
     """
     base = len(net.rank)
-    links, count = _found(net, target, base + len(net.held) + len(net.first))
+    pairs = len(net.held) * (len(net.first) - 1)  # with every expert on every rank there is nothing left to level
+    links, count = _found(net, target, pairs - base)
     low, high = mean, target
     for _ in range(halvings if count > 0 else 0):
         middle = (low + high) // 2
@@ -77,25 +79,23 @@ def fewest_helpers(net: Network, mean: int, target: int, halvings: int) -> tuple
 def _found(net: Network, target: int, most: int) -> tuple[Links, int]:
     """Replicas with helpers, and how many these are; -1 if ``most`` of them do not do."""
     links = _linked(net, most)
-    nowhere = np.int64(-1)
-    _flow(links, links.quota, links.held, target, nowhere, nowhere, FOLLOWED)
+    _flow(links, links.quota, links.held, target, NOWHERE, NOWHERE, FOLLOWED)
     helped = np.zeros(len(links.held), np.int64)
     count = 0
     while True:
-        excess = np.int64(0)
-        for rank in range(len(links.held)):
-            excess += max(links.held[rank] - target, 0)
+        excess = np.maximum(links.held - target, 0).sum()
         if excess == 0:
             return links, count
         if count == most:
             return links, -1
         expert, giver, given = _expert_to_fetch(links, target, excess)
+        # A rank that none of the excess reaches, so one that does not hold the expert.
         taker = _rank_to_help(links, target, given, net.node, net.node[giver], helped)
         at = len(net.rank) + count
         _link(links, at, taker, expert)
         helped[taker] += 1
         count += 1
-        _flow(links, links.quota, links.held, target, nowhere, nowhere, FOLLOWED)
+        _flow(links, links.quota, links.held, target, NOWHERE, NOWHERE, FOLLOWED)
 
 
 @kernel
@@ -121,9 +121,7 @@ def _link(links: Links, at: int, rank: int, expert: int) -> None:
 
 
 @kernel
-def _flow(
-    links: Links, quota: np.ndarray, held: np.ndarray, target: int, source: int, sink: int, paths: int
-) -> int:
+def _flow(links: Links, quota: np.ndarray, held: np.ndarray, target: int, source: int, sink: int, paths: int) -> int:
     """Moves as many tokens as can be to ranks below ``target``, along at most so many shortest paths; how many.
 
     They come from ``source``, a rank with no end of tokens, or where it is -1 from the ranks above the target; they go
@@ -138,7 +136,7 @@ def _flow(
             break
         tokens = target - held[end]
         if sink >= 0:
-            end = gave[sink]  # a replica, whose rank the path comes from
+            end = int(gave[sink])  # a replica, whose rank the path comes from
             tokens = quota[end]
         last = links.rank[end] if sink >= 0 else end
         at = last
@@ -227,11 +225,11 @@ def _expert_to_fetch(links: Links, target: int, excess: int) -> tuple[int, int, 
             at = links.at_rank[at]
     best, given = -1, 0
     for _ in range(TRIED):
-        expert = direct.argmax()
+        expert = int(direct.argmax())
         if direct[expert] <= 0:
             break
         direct[expert] = 0
-        found = _flow(links, links.quota.copy(), links.held.copy(), target, np.int64(-1), expert, PATHS)
+        found = _flow(links, links.quota.copy(), links.held.copy(), target, NOWHERE, expert, PATHS)
         if found > given:
             best, given = expert, found
         if given == excess:
@@ -240,16 +238,13 @@ def _expert_to_fetch(links: Links, target: int, excess: int) -> tuple[int, int, 
 
 
 @kernel
-def _rank_to_help(
-    links: Links, target: int, given: int, node: np.ndarray, near: int, helped: np.ndarray
-) -> int:
+def _rank_to_help(links: Links, target: int, given: int, node: np.ndarray, near: int, helped: np.ndarray) -> int:
     """The rank that can make most room, up to ``given`` tokens; of alike ones with the fewest helpers, then on the node
     ``near``, then with the least tokens.
     """
     ranks = len(links.held)
     gave, took = np.empty(len(links.expert_head), np.int64), np.empty(ranks, np.int64)
-    nowhere = np.int64(-1)
-    _search(links, links.quota, links.held, target, nowhere, nowhere, gave, took, np.empty(ranks, np.int64))
+    _search(links, links.quota, links.held, target, NOWHERE, NOWHERE, gave, took, np.empty(ranks, np.int64))
     best, room = -1, 0
     for _ in range(min(TRIED, ranks)):
         rank = -1
@@ -263,7 +258,7 @@ def _rank_to_help(
         held[rank] = max(target, held[rank])
         found = target - links.held[rank]
         if found < given:
-            found += _flow(links, links.quota.copy(), held, target, rank, nowhere, PATHS)
+            found += _flow(links, links.quota.copy(), held, target, rank, NOWHERE, PATHS)
         found = min(found, given)
         alike = found == room and best >= 0
         fewer = alike and helped[rank] < helped[best]

@@ -75,9 +75,10 @@ def fsep_placement(
 
     The split levels what a placement allows, so a placement should allow much. Further copies are placed one after the
     other, as :func:`replica_placement` does it: LAER's own order (arXiv 2602.11686), all copies of one expert at a
-    time, puts the coldest experts together, and what the exact split cannot level is about twice as much. Copies follow three quarters of the recent loads and one quarter of their mean, or more of
-    it where forecasts miss by much (``hedge_permille``, see :attr:`hf_laer.plan.forecast.Forecaster.hedge`). Candidates
-    chosen for less traffic did worse (measured, see ``docs/planners.md``).
+    time, puts the coldest experts together, and what the exact split cannot level is about twice as much. Copies follow
+    three quarters of the recent loads and one quarter of their mean, or more of it where forecasts miss by much
+    (``hedge_permille``, see :attr:`hf_laer.plan.forecast.Forecaster.hedge`). Candidates chosen for less traffic did
+    worse (measured, see ``docs/planners.md``).
 
     Args:
         loads: int64 ``[E]`` or ``[N, E]``, as :func:`laer_placement`.

@@ -25,6 +25,7 @@ METRICS = (
     "ideal",
     "peak_bytes",
     "weight_slots",
+    "late",
     "spilled",
     "foreign",
     "moved",
@@ -40,7 +41,8 @@ class Replay:
         name: The method.
         values: By metric (see ``METRICS``), float64 ``[steps, layers]``. Times are seconds per layer and
             micro-batch; ``ideal`` is the force-balanced run's; ``peak_bytes`` the fullest rank's;
-            ``weight_slots`` experts unsharded or fetched over all ranks; ``spilled`` and ``foreign`` token
+            ``weight_slots`` experts unsharded or fetched over all ranks; ``late`` those of them that were fetched once
+            the loads were known; ``spilled`` and ``foreign`` token
             assignments; ``moved`` experts that changed home for good; ``regret`` seconds lost to staleness (0
             where it was not asked for).
         rank_loads: int64 ``[steps, N]``, tokens per rank of layer 0.
@@ -140,7 +142,8 @@ def _replay_layer(
         if int(now.sum()) != tokens:  # mostly the same every step
             tokens, ideal = int(now.sum()), setting.ideal_seconds(now)
         regret = _regret(method, now, state, setting, predicted) if method and with_regret else 0.0
-        rows.append(_row(plan, predicted, even, ideal, moved, regret))
+        late = 0 if plan is None or method is None else _late(method, plan, state, setting)
+        rows.append(_row(plan, predicted, even, ideal, late, moved, regret))
         held.append(even)
     return np.array(rows), np.array(held)
 
@@ -150,6 +153,18 @@ def _costed(method: Method, now: np.ndarray, state: object, setting: Setting, mo
     owners = state if isinstance(state, np.ndarray) else setting.owners
     foreseen = used(state, plan) if method.foreseen and isinstance(state, Placement) else None
     return predict(plan, now, setting.cost, home=method.home, owners=owners, foreseen=foreseen, moved=float(moved))
+
+
+def _late(method: Method, plan: Plan, state: object, setting: Setting) -> int:
+    """Experts that ranks fetch for this plan and did not know of before."""
+    if method.foreseen and isinstance(state, Placement):
+        ahead = used(state, plan)
+        return _filled(plan.placement) - (setting.experts if ahead is None else _filled(ahead))
+    return _filled(plan.placement) - setting.experts if method.home in ("whole", "shadowed") else 0
+
+
+def _filled(placement: Placement) -> int:
+    return int((placement.slots != EMPTY).sum())
 
 
 def _regret(method: Method, now: np.ndarray, state: object, setting: Setting, predicted: Prediction) -> float:
@@ -166,6 +181,7 @@ def _row(
     predicted: Prediction,
     held: np.ndarray,
     ideal: float,
+    late: int,
     moved: int,
     regret: float,
 ) -> list[float]:
@@ -178,7 +194,8 @@ def _row(
         predicted.weights_hidden_seconds,
         ideal,
         float(predicted.peak_bytes.max()),
-        0.0 if plan is None else float((plan.placement.slots != EMPTY).sum()),
+        0.0 if plan is None else float(_filled(plan.placement)),
+        float(late),
         0.0 if plan is None else float(plan.spilled),
         float(predicted.foreign_tokens),
         float(moved),

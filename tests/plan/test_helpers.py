@@ -37,7 +37,8 @@ def test_plans_hold_every_promise(case, factor, least):
     assert plan.rank_loads.max() <= max(highest, 0)
     before = fsep(loads, placement, width)
     known = placement.slots.shape[1]
-    assert (plan.placement.slots[:, :known][placement.slots != EMPTY] == placement.slots[placement.slots != EMPTY]).all()
+    foreseen = placement.slots != EMPTY
+    assert (plan.placement.slots[:, :known][foreseen] == placement.slots[foreseen]).all()
     if before.rank_loads.max() <= highest:
         assert plan.digest() == before.digest()
         assert plan.spilled == 0
@@ -67,7 +68,7 @@ def test_hardly_more_helpers_than_the_fewest(case, factor):
 
 
 def test_as_few_as_can_be_on_the_whole():
-    """Within a twentieth of the fewest, by HiGHS, over many loads that no forecast knew; LLEP's chunks take far more."""
+    """Within a twentieth of the fewest, by HiGHS, over many loads that no forecast knew; LLEP takes far more."""
     rng = np.random.default_rng(5)
     ours, fewest, chunks = 0, 0, 0
     for _ in range(60):
@@ -105,7 +106,7 @@ def test_room_is_reached_by_way_of_others():
 
 
 def test_of_as_many_helpers_those_that_level_most():
-    """Nearly twice the mean is allowed, which the neighbour on the own node would do for; the other node has more room."""
+    """Nearly twice the mean is allowed, for which the neighbour would do; a rank further off has more room."""
     slots, loads = np.array([[0], [1], [2], [3]]), np.zeros((4, 4), np.int64)
     loads[0] = [160, 60, 20, 80]
     plan = fsep_llep(loads, Placement(slots), 2, capacity_factor=1.9, min_tokens_per_gemm=1)

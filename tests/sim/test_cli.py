@@ -91,18 +91,20 @@ def test_drifting_loads_meet_the_targets():
         assert row["now"] <= 1.02
 
 
-def test_what_is_spilled_late_is_little():
-    """Less than a tenth of what ``llep`` fetches, where there are slots to spare and loads can be forecast at all."""
-    rows = {(row["experts, top-k"], row["rho"]): row for row in method_table(steps=12, layers=1, sizes=(32,))}
-    for (name, rho), row in rows.items():
-        assert row["fsep+llep"] <= 1.05, row
-        assert row["fsep+llep p95"] <= 1.15, row
-        assert row["exposed"] < 0.1 or name == "8e-top2" or rho == "0.5", row
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_what_is_spilled_late_is_little(ranks):
+    """Less than a tenth of what ``llep`` fetches, at rho 0.5 and across domain switches too; where a rank may hold a
+    tenth more than the mean, on 8 ranks with 8 experts as well.
+    """
+    for row in method_table(steps=20, layers=2, sizes=(ranks,)):
+        for name in ("fsep+llep", "whole", "fsep+llep 1.1", "whole 1.1"):
+            assert row[name] <= 1.05, row
+            assert row[f"{name} p95"] <= 1.15, row
+            hard = ranks == 8 and row["rho"] == "0.5" and not name.endswith("1.1")
+            assert row[f"{name} exposed"] < (0.2 if hard else 0.1), (name, row)
+            assert row["lower bound"] <= row[name] <= row["ep"]
         # Owners and replicas do with fewer slots that travel.
-        assert row["whole"] <= 1.05, row
-        assert row["whole exposed"] < (0.2 if "switches" in str(rho) else 0.1) or rho == "0.5", row
         assert row["replicas"] < float(str(row["ranks x slots"]).split(" x ")[1]), row
-        assert row["lower bound"] <= row["fsep+llep"] <= row["ep"]
 
 
 def test_timings_cover_every_target():

@@ -24,9 +24,11 @@ def test_fsep_llep_levels_recorded_routing(experts: int, nodes: int, slots: int)
     costs = CostModel(topology("h200", nodes, 8), hidden, intermediate, int(recorded.meta["top_k"]))
     setting = Setting(costs, experts=experts, slots=slots, min_tokens=1)
     trace = Trace(recorded.loads * 16, recorded.meta)
-    static, ours = (replay(trace, name, setting, warmup=3) for name in ("ep", "fsep+llep"))
+    static, late, ours = (replay(trace, name, setting, warmup=3) for name in ("ep", "llep", "fsep+llep"))
     values = ours.values["imbalance"]
     assert static.mean("imbalance") > 2
     assert values.mean() <= 1.05
     assert np.percentile(values, 95) <= 1.15
     assert ours.mean("seconds") < 0.65 * static.mean("seconds")
+    assert ours.mean("seconds") < late.mean("seconds")
+    assert 0 < ours.mean("late") < 0.1 * late.mean("late")
