@@ -17,8 +17,10 @@ import numpy as np
 from ._jit import kernel
 from .network import Network
 
-# Of the experts and ranks that look best by what they hold themselves, so many are looked at to the end.
-TRIED = 8
+# Of the experts and ranks that look best by what they hold themselves, so many are looked at to the end: more for the
+# first helpers than for further ones, as each is looked for while the ranks wait.
+TRIED, THEN = 8, 2
+FEW = 6
 # Of the ways to or from one of them, so many are followed: a longer look takes longer and changes little.
 PATHS = 16
 FOLLOWED = 1 << 60
@@ -65,7 +67,9 @@ def fewest_helpers(net: Network, mean: int, target: int, halvings: int) -> tuple
     pairs = len(net.held) * (len(net.first) - 1)  # with every expert on every rank there is nothing left to level
     links, count = _found(net, target, pairs - base)
     low, high = mean, target
-    for _ in range(halvings if count > 0 else 0):
+    for _ in range(halvings):
+        if count == 0 or count > FEW or low == high:
+            break
         middle = (low + high) // 2
         tried, fewer = _found(net, middle, count)
         if fewer < 0:
@@ -88,9 +92,10 @@ def _found(net: Network, target: int, most: int) -> tuple[Links, int]:
             return links, count
         if count == most:
             return links, -1
-        expert, giver, given = _expert_to_fetch(links, target, excess)
+        tried = TRIED if count < FEW else THEN
+        expert, giver, given = _expert_to_fetch(links, target, excess, tried)
         # A rank that none of the excess reaches, so one that does not hold the expert.
-        taker = _rank_to_help(links, target, given, net.node, net.node[giver], helped)
+        taker = _rank_to_help(links, target, given, net.node, net.node[giver], helped, tried)
         at = len(net.rank) + count
         _link(links, at, taker, expert)
         helped[taker] += 1
@@ -208,7 +213,7 @@ def _search(
 
 
 @kernel
-def _expert_to_fetch(links: Links, target: int, excess: int) -> tuple[int, int, int]:
+def _expert_to_fetch(links: Links, target: int, excess: int, tries: int) -> tuple[int, int, int]:
     """The expert that most of the excess can be brought to, the rank above the target with most of its tokens, and how
     much that is; of alike ones the one with most tokens on such ranks.
     """
@@ -224,7 +229,7 @@ def _expert_to_fetch(links: Links, target: int, excess: int) -> tuple[int, int, 
                 most[expert], giver[expert] = links.quota[at], rank
             at = links.at_rank[at]
     best, given = -1, 0
-    for _ in range(TRIED):
+    for _ in range(tries):
         expert = int(direct.argmax())
         if direct[expert] <= 0:
             break
@@ -238,7 +243,9 @@ def _expert_to_fetch(links: Links, target: int, excess: int) -> tuple[int, int, 
 
 
 @kernel
-def _rank_to_help(links: Links, target: int, given: int, node: np.ndarray, near: int, helped: np.ndarray) -> int:
+def _rank_to_help(
+    links: Links, target: int, given: int, node: np.ndarray, near: int, helped: np.ndarray, tries: int
+) -> int:
     """The rank that can make most room, up to ``given`` tokens; of alike ones with the fewest helpers, then on the node
     ``near``, then with the least tokens.
     """
@@ -246,7 +253,7 @@ def _rank_to_help(links: Links, target: int, given: int, node: np.ndarray, near:
     gave, took = np.empty(len(links.expert_head), np.int64), np.empty(ranks, np.int64)
     _search(links, links.quota, links.held, target, NOWHERE, NOWHERE, gave, took, np.empty(ranks, np.int64))
     best, room = -1, 0
-    for _ in range(min(TRIED, ranks)):
+    for _ in range(min(tries, ranks)):
         rank = -1
         for other in range(ranks):
             if took[other] == -2 and (rank < 0 or links.held[other] < links.held[rank]):
