@@ -101,9 +101,9 @@ def test_random_models(ranks) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(300)
 def test_more_random_models(ranks) -> None:
-    explore(ranks, 150, derandomize=True)
+    explore(ranks, 80, derandomize=True)
 
 
 @pytest.mark.nightly

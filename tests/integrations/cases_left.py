@@ -231,9 +231,10 @@ def trains(folder: str, strategies: list[str], **settings: Any) -> list[tuple[st
     return [(choice.strategy, choice.reason) for choice in callback.choices.values()]
 
 
-def traced(folder: str) -> list[str]:
-    """A trace needs all layers: with one, ``auto`` leaves none."""
-    callback = LaerCallback(rig.eager(strategy="auto"), trace=f"{folder}/trace.npz")
+def traced(folder: str, how: str) -> list[str]:
+    """A trace needs all layers: with one, or where the callback is told so, ``auto`` leaves none."""
+    callback = LaerCallback(rig.eager(strategy="auto"), trace=f"{folder}/trace.npz" if how == "trace" else None)
+    callback.recorded |= how == "recorded"
     with rig.fresh_accelerate(), choosing(["fsdp2"]):
         rig_trl.run_sft(folder, "qwen3_moe", [callback], max_steps=1)
     return [choice.strategy for choice in callback.choices.values()]

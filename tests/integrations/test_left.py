@@ -24,7 +24,7 @@ def test_left_layers_equal_unpatched(ranks, strategies: list[str]) -> None:
 def test_left_layers_of_families(ranks, family: str, world_size: int) -> None:
     settings = {"parallelism": (2, 2), "slots_per_rank": 4} if world_size == 4 else {}
     for strategies in (["fsdp2", "fsep+llep:whole"], ["fsdp2"], ["ep", "fsdp2"], ["fsdp", "fsdp2"]):
-        ranks(world_size).run(cases.equal, strategies=strategies, family=family, tolerance=1e-4, **settings)
+        ranks(world_size).run(cases.equal, strategies=strategies, family=family, steps=2, tolerance=1e-4, **settings)
 
 
 @pytest.mark.long
@@ -33,7 +33,7 @@ def test_left_layers_of_families(ranks, family: str, world_size: int) -> None:
 )
 def test_left_layers_under_settings(ranks, changes: dict) -> None:
     for strategies in (["fsdp2", "llep"], ["fsep", "fsdp2"], ["fsdp2"]):
-        ranks(2).run(cases.equal, strategies=strategies, **changes)
+        ranks(2).run(cases.equal, strategies=strategies, steps=2, **changes)
 
 
 def test_a_model_that_is_left_whole(ranks, tmp_path: Path) -> None:
@@ -60,7 +60,8 @@ def test_trl(ranks, tmp_path: Path) -> None:
     found = ranks(2).run(cases.trains, folder=str(tmp_path), strategies=["fsdp2"], max_steps=4)
     assert [strategy for strategy, _ in found[0]] == ["fsdp2"] * 3
     assert all(" ms, " in reason for _, reason in found[0])
-    assert ranks(2).run(cases.traced, folder=str(tmp_path)) == [["llep", "llep"]] * 2
+    for how in ("trace", "recorded"):
+        assert ranks(2).run(cases.traced, folder=str(tmp_path), how=how) == [["llep", "llep"]] * 2
 
 
 RUNS = (["llep", "fsdp2", "fsep"], ["fsdp2", "fsep+llep:whole", "llep"], ["fsdp2"], ["fsep+llep:sharded", "fsep", "ep"])

@@ -15,7 +15,7 @@ import pytest
 import sft
 import upcycle
 
-from hf_laer.config import STRATEGIES
+from hf_laer.config import STRATEGIES, LaerConfig
 from hf_laer.profile import shipped_profile
 from hf_laer.sim import load_trace
 from tests.recipes import tiny
@@ -49,6 +49,7 @@ def test_two_processes_train_report_and_save(model: Path, tmp_path: Path) -> Non
     command += ["--config", str(RECIPES / "smollm2_moe.yaml"), "--output_dir", str(output)]
     command += ["--model_name_or_path", str(model), "--max_steps", "3", "--rows_per_domain", "16"]
     command += ["--trace", str(output / "trace.npz"), "--profile", str(tmp_path / "profile.json")]
+    command += ["--require_moves", "true"]
     text = run(command)
     assert len(re.findall(r"layers\.\d +│ llep .* ms, fsep\+llep ", text)) == 3, text
     assert "Expert load, auto" in text
@@ -85,10 +86,16 @@ def test_auto_leaves_a_model_to_fsdp2(model: Path, tmp_path: Path) -> None:
     assert "auto left every MoE layer to FSDP2" in text
     assert (output / "final" / "model.safetensors").exists()
     assert "imbalance" not in text.split("Expert load")[0]
-    # A demonstration is of ours.
-    text = run([*command, "--require_moves", "true", "--imbalance_threshold", "1", "--max_steps", "1"])
-    assert "fsdp2" not in text.split("Expert load")[0]
-    assert len(re.findall(r"layers\.\d +│ llep ", text)) == 3
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_demonstration_is_of_ours(required: bool) -> None:
+    """What has to move is recorded, and ``auto`` leaves to FSDP2 no layer that is recorded."""
+    laer = SimpleNamespace(to_config=lambda: LaerConfig(strategy="auto"))
+    recipe = SimpleNamespace(trace=None, require_moves=required)
+    callback = sft.make_callback(SimpleNamespace(laer=laer, recipe=recipe))
+    assert callback is not None
+    assert callback.recorded == required
 
 
 def test_gpt_oss_is_loaded_dequantized(monkeypatch) -> None:
