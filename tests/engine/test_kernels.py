@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -181,14 +182,21 @@ def _check_sums(dtype: torch.dtype, before: float, parts: list[Part]) -> None:
 CHECKS = ["check_gates", "check_rows", "check_routing", "check_retained_graph", "check_copies", "check_sums"]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_kernel_equals_reference(check: str) -> None:
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong in each check; all are run in one process."""
     pytest.importorskip("triton")
-    # The interpreter is chosen when a kernel is made, so it needs a process of its own.
-    code = f"from tests.engine.test_kernels import {check}; {check}()"
+    told = tmp_path_factory.mktemp("kernels") / "faults.json"
+    command = [sys.executable, "-m", "tests.engine.interpreted", str(told)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(told.read_text())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_kernel_equals_reference(faults: dict[str, str], check: str) -> None:
+    assert not faults[check], faults[check]
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
