@@ -391,14 +391,19 @@ def _kill_at(moment: str, time: int) -> None:
 def resumed_after_a_kill(folder: str, kind: str, wanted: Numbers) -> None:
     """``resume_from_checkpoint=True`` finds the earlier checkpoint, and goes on as an uninterrupted run."""
     assert Path(folder, "checkpoint-2").is_dir(), "the second save had not begun"
-    before = {path.name: path.read_bytes() for path in Path(folder, "checkpoint-1").rglob("*") if path.is_file()}
+    before = _contents(Path(folder, "checkpoint-1"))
     dist.barrier()
     ours = trained_by_trainer(folder, kind, "fsep", True, **CUT)  # type: ignore[arg-type]
-    after = {path.name: path.read_bytes() for path in Path(folder, "checkpoint-1").rglob("*") if path.is_file()}
-    assert after == before
+    assert _contents(Path(folder, "checkpoint-1")) == before, "it began anew"
     assert len(ours["loss"]) == CUT["max_steps"], "two steps were resumed"
     rig.assert_same(ours, wanted)
     dist.barrier()
+
+
+def _contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """When each file was written, and its bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def marks_and_parts(folder: str) -> None:
