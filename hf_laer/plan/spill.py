@@ -1,8 +1,8 @@
 """Predict, then correct: the exact split over a predicted placement, then spill what it could not level.
 
-Where recent loads misled the placement, some ranks hold experts that no other rank can take over. Those spill
-as in LLEP (arXiv 2601.17111): the excess of a rank goes, with the expert's weights, to the least loaded rank,
-in its node first, in chunks worth a transfer.
+Where recent loads misled the placement, some ranks hold experts that no other rank can take over. Those spill, as in
+LLEP (arXiv 2601.17111) with the expert's weights, but not chunk by chunk: as few experts are fetched as let all ranks
+come down (see :mod:`.helpers`), and the tokens are split exactly over the placement and these.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def fsep_llep(
         placement: Made of earlier loads.
         ranks_per_node: Helpers on the same node come first; ``None`` means one node.
         capacity_factor: A rank's capacity as a multiple of the mean load.
-        min_tokens_per_gemm: m, how many tokens a transfer of an expert must be worth: the gain exceeds the
-            cost.
+        min_tokens_per_gemm: m, how many tokens a transfer of an expert must be worth: a rank that exceeds its capacity
+            by less is left as it is.
         cost: If given, a plan that spills, and is not predicted to take less time than :func:`fsep`'s, is replaced
             by it: what is spilled must gain more than its weights cost.
 
