@@ -7,27 +7,39 @@ import triton
 import triton.language as tl
 
 
+# Gate and up that alternate are read and written in one word: what each program needs then stays in its registers.
+_WORDS = {2: torch.int32, 4: torch.int64}
+
+
 @triton.jit
-def _load_pair(rows, at, column, inside, half, INTERLEAVED: tl.constexpr):
-    """Gate and up of some columns of the row that starts at ``at``, in float32."""
+def _load_pair(rows, at, column, inside, half, KIND: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up of some columns of row ``at``, in float32; ``rows`` are words where they alternate."""
     if INTERLEAVED:
-        # Both at once, so that neighbours read neighbouring bytes.
-        pair = 2 * column[:, None] + tl.arange(0, 2)[None, :]
-        return tl.split(tl.load(rows + at + pair, mask=inside[:, None], other=0.0).to(tl.float32))
-    g = tl.load(rows + at + column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(rows + at + half + column, mask=inside, other=0.0).to(tl.float32)
+        word = tl.load(rows + at * half + column, mask=inside, other=0)
+        if KIND.primitive_bitwidth == 16:
+            g, u = word.to(tl.int16), (word >> 16).to(tl.int16)
+        else:
+            g, u = word.to(tl.int32), (word >> 32).to(tl.int32)
+        return g.to(KIND, bitcast=True).to(tl.float32), u.to(KIND, bitcast=True).to(tl.float32)
+    g = tl.load(rows + at * 2 * half + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(rows + at * 2 * half + half + column, mask=inside, other=0.0).to(tl.float32)
     return g, u
 
 
 @triton.jit
-def _store_pair(rows, at, column, inside, half, g, u, INTERLEAVED: tl.constexpr):
-    """Writes gate and up of some columns."""
+def _store_pair(rows, at, column, inside, half, g, u, KIND: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Writes gate and up of some columns of row ``at``."""
     if INTERLEAVED:
-        pair = 2 * column[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(rows + at + pair, tl.join(g, u).to(rows.dtype.element_ty), mask=inside[:, None])
+        if KIND.primitive_bitwidth == 16:
+            low = g.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            word = low | (u.to(KIND).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        else:
+            low = g.to(KIND).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+            word = low | (u.to(KIND).to(tl.int32, bitcast=True).to(tl.int64) << 32)
+        tl.store(rows + at * half + column, word, mask=inside)
     else:
-        tl.store(rows + at + column, g.to(rows.dtype.element_ty), mask=inside)
-        tl.store(rows + at + half + column, u.to(rows.dtype.element_ty), mask=inside)
+        tl.store(rows + at * 2 * half + column, g.to(KIND), mask=inside)
+        tl.store(rows + at * 2 * half + half + column, u.to(KIND), mask=inside)
 
 
 @triton.jit
@@ -51,19 +63,24 @@ def _activate(g, u, alpha, limit, CLAMPED: tl.constexpr):
 
 
 @triton.jit
+def _load_biased(up, bias, slot, row, column, inside, half, KIND: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up of some columns of a row, with their bias if there is one."""
+    g, u = _load_pair(up, row, column, inside, half, KIND, INTERLEAVED)
+    if bias is not None:
+        g_bias, u_bias = _load_pair(bias, tl.load(slot + row).to(tl.int64), column, inside, half, KIND, INTERLEAVED)
+        g, u = g + g_bias, u + u_bias
+    return g, u
+
+
+@triton.jit
 def _forward_kernel(
     up, bias, slot, act_out, half, alpha, limit,
-    INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < half
-    g, u = _load_pair(up, row * 2 * half, column, inside, half, INTERLEAVED)
-    if HAS_BIAS:
-        g_bias, u_bias = _load_pair(
-            bias, tl.load(slot + row).to(tl.int64) * 2 * half, column, inside, half, INTERLEAVED
-        )
-        g, u = g + g_bias, u + u_bias
+    g, u = _load_biased(up, bias, slot, row, column, inside, half, act_out.dtype.element_ty, INTERLEAVED)
     act, _, _ = _activate(g, u, alpha, limit, CLAMPED)
     tl.store(act_out + row * half + column, act.to(act_out.dtype.element_ty), mask=inside)
 
@@ -71,31 +88,32 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     up, bias, slot, grad_act, gates, grad_up, weighted_act, grad_gates, half, alpha, limit,
-    INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     gate = tl.load(gates + row)
-    base = row * 0
-    if HAS_BIAS:
-        base = tl.load(slot + row).to(tl.int64) * 2 * half
     by_gate = tl.zeros([BLOCK], tl.float32)
     for start in range(0, half, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < half
-        g, u = _load_pair(up, row * 2 * half, column, inside, half, INTERLEAVED)
-        if HAS_BIAS:
-            g_bias, u_bias = _load_pair(bias, base, column, inside, half, INTERLEAVED)
-            g, u = g + g_bias, u + u_bias
+        g, u = _load_biased(up, bias, slot, row, column, inside, half, weighted_act.dtype.element_ty, INTERLEAVED)
         act, by_g, by_u = _activate(g, u, alpha, limit, CLAMPED)
         grad = tl.load(grad_act + row * half + column, mask=inside, other=0.0).to(tl.float32)
         by_gate += tl.where(inside, grad * act, 0.0)
         grad *= gate
         # Results may take the place of operands: all are read before any is written.
         tl.debug_barrier()
-        _store_pair(grad_up, row * 2 * half, column, inside, half, grad * by_g, grad * by_u, INTERLEAVED)
-        weighted = (gate * act).to(weighted_act.dtype.element_ty)
-        tl.store(weighted_act + row * half + column, weighted, mask=inside)
+        kind = weighted_act.dtype.element_ty
+        _store_pair(grad_up, row, column, inside, half, grad * by_g, grad * by_u, kind, INTERLEAVED)
+        tl.store(weighted_act + row * half + column, (gate * act).to(kind), mask=inside)
     tl.store(grad_gates + row, tl.sum(by_gate))
+
+
+def _words(rows: torch.Tensor | None, interleaved: bool) -> torch.Tensor | None:
+    """``[n, 2I]`` as pairs ``[n, I]`` where gate and up alternate."""
+    if rows is None or not interleaved:
+        return rows
+    return rows.contiguous().view(_WORDS[rows.element_size()])
 
 
 def gate_forward(
@@ -114,8 +132,8 @@ def gate_forward(
     if act.numel():
         block = min(1024, triton.next_power_of_2(half))
         _forward_kernel[rows, triton.cdiv(half, block)](
-            up.contiguous(), bias, slot, act, half, alpha, limit,
-            INTERLEAVED=interleaved, CLAMPED=clamped, HAS_BIAS=bias is not None, BLOCK=block,
+            _words(up.contiguous(), interleaved), _words(bias, interleaved), slot, act, half, alpha, limit,
+            INTERLEAVED=interleaved, CLAMPED=clamped, BLOCK=block,
         )  # fmt: skip
     return act
 
@@ -143,9 +161,8 @@ def gate_backward(
     grad_gates = torch.empty(rows, dtype=torch.float32, device=up.device)
     if rows:
         _backward_kernel[(rows,)](
-            up, bias, slot, weighted, gates, grad_up, weighted, grad_gates,
-            half, alpha, limit,
-            INTERLEAVED=interleaved, CLAMPED=clamped, HAS_BIAS=bias is not None,
-            BLOCK=min(1024, triton.next_power_of_2(half)),
+            _words(up, interleaved), _words(bias, interleaved), slot, weighted, gates, _words(grad_up, interleaved),
+            weighted, grad_gates, half, alpha, limit,
+            INTERLEAVED=interleaved, CLAMPED=clamped, BLOCK=min(1024, triton.next_power_of_2(half)),
         )  # fmt: skip
     return grad_up, weighted, grad_gates
