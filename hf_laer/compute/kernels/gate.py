@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 # Gate and up that alternate are read and written in one word: what each program needs then stays in its registers.
 _WORDS = {2: torch.int32, 4: torch.int64}
 
