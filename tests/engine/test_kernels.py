@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -41,6 +42,30 @@ def check_gates() -> None:
                 for ours, theirs in zip(got, want, strict=True):
                     torch.testing.assert_close(ours, theirs)
                 assert torch.equal(kept, up) != overwrite
+            _check_half_gates(fused, up, bias, slot, grad, gates)
+
+
+def _check_half_gates(
+    fused: FusedGate,
+    up: torch.Tensor,
+    bias: torch.Tensor | None,
+    slot: torch.Tensor,
+    grad: torch.Tensor,
+    gates: torch.Tensor,
+) -> None:
+    """Two numbers of 16 bits in a word, against float32 from the same numbers."""
+    from hf_laer.compute.kernels.gate import gate_backward, gate_forward
+
+    gate = Gate(fused.reference)
+    for dtype in (torch.bfloat16, torch.float16):
+        up, grad, bias = (None if one is None else one.to(dtype) for one in (up, grad, bias))
+        exact = (up.float(), None if bias is None else bias.float(), slot)
+        near = {"rtol": 2e-2, "atol": 2e-2}
+        got = gate_forward(up, bias, slot, **vars(fused))
+        torch.testing.assert_close(got.float(), gate.forward(*exact), **near)
+        found = gate_backward(up, bias, slot, grad.clone(), gates, **vars(fused))
+        for ours, theirs in zip(found, gate.backward(*exact, grad.float(), gates), strict=True):
+            torch.testing.assert_close(ours.float(), theirs.float(), **near)
 
 
 def check_rows() -> None:
@@ -126,6 +151,59 @@ def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) 
         assert torch.equal(ours, theirs), f"{name}: {ours} instead of {theirs}"
 
 
+def check_compiled_once() -> None:
+    """Whatever a step's tokens, routing and plan, no kernel is compiled anew: of what Triton compiles for, all is alike.
+
+    Tokens odd and even, spread and piled up, a rank with one token, slots around a power of two, rows in chunks.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen: dict[tuple[str, Any], set[Any]] = {}
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=False)) | options
+        # One for the experts' counts and one for the slots', whose keys lie differently.
+        found = seen.setdefault((kernel.__name__, named.get("PLACED")), set())
+        found.add(tuple((name, _compiled_for(kernel, name, value)) for name, value in named.items()))
+        run(kernel, *args, grid=grid, warmup=warmup, **options)
+
+    run = InterpretedFunction.run
+    with patch.object(InterpretedFunction, "run", note):
+        for tokens, skew in ((30, 0.0), (31, 1.0), (30, 3.0), (43, 2.0)):
+            _check_exchange(tokens, 3, 60, 2, skew)
+        _check_chunks()
+    names = {name for name, _ in seen}
+    assert names >= {"_count_kernel", "_open_kernel", "_leave_kernel", "_rows_kernel", "_arrive_kernel"}
+    assert names >= {"_gather_sum_kernel", "_forward_kernel", "_backward_kernel"}
+    assert all(len(found) == 1 for found in seen.values()), {
+        key: found for key, found in seen.items() if len(found) > 1
+    }
+
+
+def _compiled_for(kernel: Any, name: str, value: Any) -> Any:
+    """What of an argument a compiled kernel depends on."""
+    constant = "constexpr" in str(kernel.fn.__annotations__.get(name, ""))
+    if isinstance(value, torch.Tensor):
+        return value.dtype, name in (kernel.kwargs["do_not_specialize_on_alignment"] or ()) or value.data_ptr() % 16
+    if type(value) is not int or constant:
+        return value if constant else type(value)
+    return name in (kernel.kwargs["do_not_specialize"] or ()) or (value == 1, value % 16 == 0)
+
+
+def _check_chunks() -> None:
+    """What is cut out of others where rows come in chunks."""
+    from hf_laer.compute.kernels.gate import gate_backward, gate_forward
+    from hf_laer.compute.kernels.rows import gather_sum as kernel
+
+    up, grad, gates, bias = torch.randn(9, 16), torch.randn(9, 8), torch.rand(9), torch.randn(2, 16)
+    slot, table = torch.arange(9) // 5, torch.arange(9).view(9, 1)
+    for rows in (slice(0, 4), slice(1, 4), slice(3, 9)):
+        gate_forward(up[rows], bias, slot[rows], **vars(GATES[2]))
+        gate_backward(up[rows], bias, slot[rows], grad[rows], gates[rows], **vars(GATES[2]))
+        own = table[rows] - rows.start
+        kernel(up[rows], own, torch.float32, gates[rows], bias, slot[rows])
+
+
 def check_copies() -> None:
     """Between dtypes, with gaps between blocks and without, aligned and not, longer than a row of the table."""
     with patch("hf_laer.compute.kernels.segments.LONGEST", 96):
@@ -179,7 +257,8 @@ def _check_sums(dtype: torch.dtype, before: float, parts: list[Part]) -> None:
     torch.testing.assert_close(got, want, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
-CHECKS = ["check_gates", "check_rows", "check_routing", "check_retained_graph", "check_copies", "check_sums"]
+CHECKS = ["check_gates", "check_rows", "check_routing", "check_compiled_once", "check_retained_graph", "check_copies"]
+CHECKS += ["check_sums"]
 
 
 @pytest.fixture(scope="module")

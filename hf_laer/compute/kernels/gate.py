@@ -71,7 +71,8 @@ def _load_biased(up, bias, slot, row, column, inside, half, KIND: tl.constexpr, 
     return g, u
 
 
-@triton.jit
+# What is read one number at a time is cut out of others where rows come in chunks.
+@triton.jit(do_not_specialize_on_alignment=["slot"])
 def _forward_kernel(
     up, bias, slot, act_out, half, alpha, limit,
     INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,7 +85,7 @@ def _forward_kernel(
     tl.store(act_out + row * half + column, act.to(act_out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot", "gates"])
 def _backward_kernel(
     up, bias, slot, grad_act, gates, grad_up, weighted_act, grad_gates, half, alpha, limit,
     INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,

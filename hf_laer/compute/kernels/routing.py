@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 # Each program compares all pairs of its block.
 _BLOCK = 128
-# Bins of a histogram are a power of two, and no fewer than a warp has lanes.
-_FEWEST_BINS = 32
+# Bins of a histogram are a power of two, and no fewer than a warp has lanes. A rank's slots may be more in every step:
+# up to so many they do not ask for another kernel.
+_FEWEST_BINS, _FEWEST_OF_SLOTS = 32, 256
 
 
-# Numbers that change from step to step are not specialized: Triton would compile anew in the midst of training.
+# Numbers that change from step to step are not specialized, nor is where tables begin, which are cut out of others:
+# Triton would compile anew in the midst of training.
 @triton.jit
 def _same(key, BLOCK: tl.constexpr):
     """Pairs of equal keys, and of those the ones whose second element comes first."""
@@ -51,7 +53,7 @@ def _store_counts(table, key, blocks, bins, BINS: tl.constexpr):
     tl.store(table + bin * blocks + tl.program_id(0), tl.histogram(key, BINS), mask=bin < bins)
 
 
-@triton.jit(do_not_specialize=["total", "blocks"])
+@triton.jit(do_not_specialize=["total", "blocks", "bins"], do_not_specialize_on_alignment=["keys", "places"])
 def _count_kernel(
     keys, places, table, total, stride, blocks, per, bins, PLACED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
@@ -74,7 +76,10 @@ def _loads_kernel(ends, loads, blocks, bins, BLOCK: tl.constexpr):
     tl.store(loads + key, (stop - _start(ends, key * blocks, inside)).to(tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["total", "blocks", "replicas", "most"])
+@triton.jit(
+    do_not_specialize=["total", "blocks", "replicas", "most"],
+    do_not_specialize_on_alignment=["keys", "shares"],
+)
 def _open_kernel(
     keys, ends, shares, opened, table, total, blocks, experts, replicas, most, ranks,
     K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
@@ -109,7 +114,10 @@ def _open_kernel(
     _store_counts(table + ranks * blocks, to, blocks, ranks, BINS)
 
 
-@triton.jit(do_not_specialize=["total", "blocks"])
+@triton.jit(
+    do_not_specialize=["total", "blocks"],
+    do_not_specialize_on_alignment=["rank", "slot", "gates", "row_token", "choices"],
+)
 def _leave_kernel(
     opened, rank, slot, ends, gates, row_token, token_rows, choices, message, total, blocks, ranks,
     K: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
@@ -148,7 +156,7 @@ def _leave_kernel(
         tl.store(token_rows + token * WIDTH + column, empty, mask=inside & (at % K == 0) & (column >= distinct))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sent", "received", "edges"])
 def _rows_kernel(sent, received, edges, rows, ranks, BLOCK: tl.constexpr):
     """Rows to each rank by one program, from each rank by the other: the last assignment's, and one."""
     side = tl.program_id(0)
@@ -178,7 +186,10 @@ def _source(received, stops, at, ranks):
     return start, first_row
 
 
-@triton.jit(do_not_specialize=["total", "blocks"])
+@triton.jit(
+    do_not_specialize=["total", "blocks"],
+    do_not_specialize_on_alignment=["received", "stops", "places", "source_row", "arrival", "slots"],
+)
 def _arrive_kernel(
     received, stops, ends, places, source_row, arrival, row_places, gates, slots, total, blocks, ranks,
     K: tl.constexpr, BLOCK: tl.constexpr,
@@ -227,7 +238,7 @@ def _ends(
     table = torch.empty(bins * blocks, dtype=torch.int32, device=keys.device)
     _count_kernel[(blocks,)](
         keys, keys if places is None else places, table, total, stride, blocks, per, bins,
-        PLACED=places is not None, BLOCK=_BLOCK, BINS=_bins(bins),
+        PLACED=places is not None, BLOCK=_BLOCK, BINS=max(_FEWEST_OF_SLOTS, _bins(bins)),
     )  # fmt: skip
     return table.cumsum(0, dtype=torch.int32)
 

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Cut out of others where rows come in chunks, and read one number at a time.
+@triton.jit(do_not_specialize_on_alignment=["table", "weights", "slot"])
 def _gather_sum_kernel(
     values, table, weights, bias, slot, out, columns, scale, width: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
