@@ -152,7 +152,7 @@ def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) 
 
 
 def check_compiled_once() -> None:
-    """Whatever a step's tokens, routing and plan, no kernel is compiled anew: of what Triton compiles for, all is alike.
+    """Whatever a step's tokens, routing and plan, no kernel is compiled anew: what Triton compiles for is alike.
 
     Tokens odd and even, spread and piled up, a rank with one token, slots around a power of two, rows in chunks.
     """
