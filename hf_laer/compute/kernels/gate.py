@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_laer.compute.kernels.launch import launch
+
 # Gate and up that alternate are read and written in one word: what each program needs then stays in its registers.
 _WORDS = {2: torch.int32, 4: torch.int64}
 
@@ -74,7 +76,7 @@ def _load_biased(up, bias, slot, row, column, inside, half, KIND: tl.constexpr, 
 # What is read one number at a time is cut out of others where rows come in chunks.
 @triton.jit(do_not_specialize_on_alignment=["slot"])
 def _forward_kernel(
-    up, bias, slot, act_out, half, alpha, limit,
+    up, bias, slot, act_out, alpha, limit, half,
     INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -87,7 +89,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["slot", "gates"])
 def _backward_kernel(
-    up, bias, slot, grad_act, gates, grad_up, weighted_act, grad_gates, half, alpha, limit,
+    up, bias, slot, grad_act, gates, grad_up, weighted_act, grad_gates, alpha, limit, half,
     INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -131,10 +133,9 @@ def gate_forward(
     act = up.new_empty(rows, half)
     if act.numel():
         block = min(1024, triton.next_power_of_2(half))
-        _forward_kernel[rows, triton.cdiv(half, block)](
-            _words(up.contiguous(), interleaved), _words(bias, interleaved), slot, act, half, alpha, limit,
-            INTERLEAVED=interleaved, CLAMPED=clamped, BLOCK=block,
-        )  # fmt: skip
+        tensors = _words(up.contiguous(), interleaved), _words(bias, interleaved), slot, act
+        constants = half, interleaved, clamped, block
+        launch(_forward_kernel, (rows, triton.cdiv(half, block)), tensors, (float(alpha), float(limit)), constants)
     return act
 
 
@@ -160,9 +161,8 @@ def gate_backward(
     grad_up = up if overwrite_up else torch.empty_like(up)
     grad_gates = torch.empty(rows, dtype=torch.float32, device=up.device)
     if rows:
-        _backward_kernel[(rows,)](
-            _words(up, interleaved), _words(bias, interleaved), slot, weighted, gates, _words(grad_up, interleaved),
-            weighted, grad_gates, half, alpha, limit,
-            INTERLEAVED=interleaved, CLAMPED=clamped, BLOCK=min(1024, triton.next_power_of_2(half)),
-        )  # fmt: skip
+        up_pairs, bias_pairs, grad_pairs = (_words(one, interleaved) for one in (up, bias, grad_up))
+        tensors = up_pairs, bias_pairs, slot, weighted, gates, grad_pairs, weighted, grad_gates
+        constants = half, interleaved, clamped, min(1024, triton.next_power_of_2(half))
+        launch(_backward_kernel, (rows,), tensors, (float(alpha), float(limit)), constants)
     return grad_up, weighted, grad_gates

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_laer.compute.kernels.launch import launch
+
 if TYPE_CHECKING:
     from hf_laer.compute.routing import Shares
 
@@ -55,7 +57,7 @@ def _store_counts(table, key, blocks, bins, BINS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total", "blocks", "bins"], do_not_specialize_on_alignment=["keys", "places"])
 def _count_kernel(
-    keys, places, table, total, stride, blocks, per, bins, PLACED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
+    keys, places, table, total, blocks, bins, stride, per, PLACED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
     """Elements of each key, or of its place if there are places, in each block of ``per``, ``[bins, B]``."""
     lane = tl.arange(0, BLOCK)
@@ -81,7 +83,7 @@ def _loads_kernel(ends, loads, blocks, bins, BLOCK: tl.constexpr):
     do_not_specialize_on_alignment=["keys", "shares"],
 )
 def _open_kernel(
-    keys, ends, shares, opened, table, total, blocks, experts, replicas, most, ranks,
+    keys, ends, shares, opened, table, total, blocks, replicas, most, experts, ranks,
     K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """The replica of each choice, by its place in its expert's stream; whether it is its token's first for that rank.
@@ -236,10 +238,9 @@ def _ends(
     """int32 ``[bins * B]``: where the elements of each key in each block of ``per`` end, sorted by key or its place."""
     blocks = triton.cdiv(total, per)
     table = torch.empty(bins * blocks, dtype=torch.int32, device=keys.device)
-    _count_kernel[(blocks,)](
-        keys, keys if places is None else places, table, total, stride, blocks, per, bins,
-        PLACED=places is not None, BLOCK=_BLOCK, BINS=max(_FEWEST_OF_SLOTS, _bins(bins)),
-    )  # fmt: skip
+    tensors, numbers = (keys, keys if places is None else places, table), (total, blocks, bins)
+    constants = stride, per, places is not None, _BLOCK, max(_FEWEST_OF_SLOTS, _bins(bins))
+    launch(_count_kernel, (blocks,), tensors, numbers, constants)
     return table.cumsum(0, dtype=torch.int32)
 
 
@@ -256,7 +257,7 @@ def count(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     ends = _ends(top_k_index.contiguous(), top_k_index.numel(), 1, per, num_experts)
     loads = torch.empty(num_experts, dtype=torch.int64, device=ends.device)
     blocks = len(ends) // num_experts
-    _loads_kernel[(triton.cdiv(num_experts, _BLOCK),)](ends, loads, blocks, num_experts, BLOCK=_BLOCK)
+    launch(_loads_kernel, (triton.cdiv(num_experts, _BLOCK),), (ends, loads), (blocks,), (num_experts, _BLOCK))
     return loads, ends
 
 
@@ -272,25 +273,23 @@ def leave(
     row_token, choices = torch.empty(2 * total, dtype=torch.int64, device=device).split(total)
     opened = torch.empty(total, dtype=torch.int32, device=device)
     table = torch.empty(2 * ranks * blocks, dtype=torch.int32, device=device)
-    _open_kernel[(blocks,)](
-        keys, ends, shares.packed, opened, table, total, blocks, shares.experts, shares.replicas, shares.most, ranks,
-        K=top_k, PER=per, BLOCK=_BLOCK, BINS=_bins(ranks),
-    )  # fmt: skip
+    numbers, constants = (total, blocks, shares.replicas, shares.most), (shares.experts, ranks, top_k, per, _BLOCK)
+    tensors = keys, ends, shares.packed, opened, table
+    launch(_open_kernel, (blocks,), tensors, numbers, (*constants, _bins(ranks)))
     token_rows = torch.empty(tokens, width, dtype=torch.int64, device=device)
     message = torch.empty(total, 3, dtype=torch.int32, device=device)
     first, replicas = 2 * shares.experts + 1, shares.replicas
     rank, slot = shares.packed[first : first + replicas], shares.packed[first + replicas : first + 2 * replicas]
-    _leave_kernel[(blocks,)](
-        opened, rank, slot, table.cumsum(0, dtype=torch.int32), gates,
-        row_token, token_rows, choices, message, total, blocks, ranks, K=top_k, WIDTH=width, PER=per, BLOCK=_BLOCK,
-    )  # fmt: skip
+    tables = opened, rank, slot, table.cumsum(0, dtype=torch.int32), gates, row_token, token_rows, choices, message
+    launch(_leave_kernel, (blocks,), tables, (total, blocks), (ranks, top_k, width, per, _BLOCK))
     return row_token, token_rows, choices, message
 
 
 def rows_both_ways(message: torch.Tensor, received: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """See the reference."""
     rows = torch.empty_like(edges, dtype=torch.int64)
-    _rows_kernel[(2,)](message, received, edges, rows, edges.shape[1], BLOCK=triton.next_power_of_2(edges.shape[1]))
+    ranks = edges.shape[1]
+    launch(_rows_kernel, (2,), (message, received, edges, rows), (), (ranks, triton.next_power_of_2(ranks)))
     return rows
 
 
@@ -305,8 +304,6 @@ def arrive(
     source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device)
     row_places = torch.empty(rows, top_k, dtype=torch.int64, device=device)
     gates = torch.empty(total, dtype=torch.float32, device=device)
-    _arrive_kernel[(blocks,)](
-        received, stops, ends, places, source_row, arrival, row_places, gates, slot, total, blocks, len(stops),
-        K=top_k, BLOCK=_BLOCK,
-    )  # fmt: skip
+    tables = received, stops, ends, places, source_row, arrival, row_places, gates, slot
+    launch(_arrive_kernel, (blocks,), tables, (total, blocks), (len(stops), top_k, _BLOCK))
     return source_row, arrival, row_places, gates, slot

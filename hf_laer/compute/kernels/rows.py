@@ -6,11 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_laer.compute.kernels.launch import launch
+
 
 # Cut out of others where rows come in chunks, and read one number at a time.
 @triton.jit(do_not_specialize_on_alignment=["table", "weights", "slot"])
 def _gather_sum_kernel(
-    values, table, weights, bias, slot, out, columns, scale, width: tl.constexpr,
+    values, table, weights, bias, slot, out, scale, columns, width: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -47,8 +49,7 @@ def gather_sum(
     if out.numel() == 0:
         return out
     block = min(1024, triton.next_power_of_2(columns))
-    _gather_sum_kernel[rows, triton.cdiv(columns, block)](
-        values.contiguous(), table, weights, bias, slot, out, columns, scale, width,
-        HAS_WEIGHTS=weights is not None, HAS_BIAS=bias is not None, BLOCK=block,
-    )  # fmt: skip
+    tensors = values.contiguous(), table, weights, bias, slot, out
+    constants = columns, width, weights is not None, bias is not None, block
+    launch(_gather_sum_kernel, (rows, triton.cdiv(columns, block)), tensors, (float(scale),), constants)
     return out

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_laer.compute.kernels.launch import launch
 from hf_laer.compute.segments import Blocks, Part, copy_some
 
 LONGEST = 1 << 20
@@ -79,15 +80,9 @@ def copy_all(targets: Sequence[Blocks], sources: Sequence[Blocks]) -> None:
             tables[target.tensor.dtype, source.tensor.dtype, _is_aligned(table)].append(table)
     for (into_dtype, of_dtype, aligned), some in tables.items():
         table = _cut(np.concatenate(some), [0, into_dtype.itemsize, of_dtype.itemsize])
-        _copy_kernel[_grid(table)](
-            _on(table, targets[0].tensor.device),
-            _DTYPES[into_dtype],
-            _DTYPES[of_dtype],
-            aligned,
-            _BLOCK,
-            _STEPS,
-            num_warps=_WARPS,
-        )
+        constants = _DTYPES[into_dtype], _DTYPES[of_dtype], aligned, _BLOCK, _STEPS
+        there = _on(table, targets[0].tensor.device)
+        launch(_copy_kernel, _grid(table), (there,), (), constants, num_warps=_WARPS)
 
 
 def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: float) -> None:
@@ -105,10 +100,10 @@ def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: f
     steps = [dtype.itemsize for dtype in (dtypes[0], dtypes[-1])]
     widths = own.shape[1], other.shape[1]
     table = _cut(table, [0, 0, 0, into.itemsize, *[steps[0]] * widths[0], *[steps[1]] * widths[1]])
-    _sum_kernel[_grid(table)](
-        _on(table, into.device), table.shape[1], widths[0], float(before), float(scale), _DTYPES[into.dtype],
-        _DTYPES[dtypes[0]], _DTYPES[dtypes[-1]], before != 0, aligned, _BLOCK, _STEPS, num_warps=_WARPS,
-    )  # fmt: skip
+    kinds = _DTYPES[into.dtype], _DTYPES[dtypes[0]], _DTYPES[dtypes[-1]]
+    numbers, constants = (table.shape[1], widths[0], float(before), float(scale)), (before != 0, aligned)
+    tables = (_on(table, into.device),)
+    launch(_sum_kernel, _grid(table), tables, numbers, (*kinds, *constants, _BLOCK, _STEPS), num_warps=_WARPS)
 
 
 def takes(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:

@@ -1,0 +1,42 @@
+"""Launches of Triton kernels: what Triton works out at each one is looked up where it was launched alike before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# By all that a kernel is compiled for.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[torch.Tensor | None],
+    numbers: Sequence[float],
+    constants: Sequence[Any],
+    **options: int,
+) -> None:
+    """Runs ``kernel[grid](*tensors, *numbers, *constants, **options)``.
+
+    Triton takes 24 us of the host for a kernel of twelve arguments, and a layer launches a dozen in a step; half of it
+    is to find that it has compiled that kernel before.
+
+    Args:
+        kernel: The jitted function.
+        grid: Up to three sizes.
+        tensors: Its first arguments.
+        numbers: The next ones, which it must not be specialized for; below 2**31 where they are whole.
+        constants: The rest.
+        options: Triton's own.
+    """
+    device = next(tensor.get_device() for tensor in tensors if tensor is not None)
+    told = [tensor if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
+    key = (kernel, device, *told, *constants, *options.items())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*tensors, *numbers, *constants, **options)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
