@@ -18,9 +18,9 @@ from hf_laer.choice import Choice, choose, settled
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.local import LocalCommunicator
-from hf_laer.comm.routes import depart, make_routes, most_rows
+from hf_laer.comm.routes import depart, known_routes, make_routes, most_rows
 from hf_laer.comm.watch import Watch, Where
-from hf_laer.compute.routing import count
+from hf_laer.compute.routing import Leaving, count
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import AUTO, LaerConfig
 from hf_laer.layer import MoELayer, Run
@@ -39,6 +39,7 @@ from hf_laer.start import arena_for, compile_planners, device_of, home_of, told_
 from hf_laer.strategy import make_plan, needs_loads, relays, sharded_dim, token_groups
 from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LoadsWatcher, Recorder, holders_of, record_of
+from hf_laer.told import Told, leave_early, tell
 from hf_laer.tuner import LayerTuner
 
 # The token group of a layer that exchanges no tokens.
@@ -323,11 +324,11 @@ class Engine:
         micro_batch = layer.forwards
         layer.forwards += 1
         self.watch.where = Where(layer.name, "forward" if training else "evaluation", micro_batch)
-        counted = count(top_k_index, layer.spec.num_experts)
+        counted, tokens = count(top_k_index, layer.spec.num_experts), self.tokens_of(layer)
+        leaving = leave_early(layer, tokens.size, top_k_index, top_k_weights, counted)
         self.unsharder.settle(layer.name, self.era())
-        loads, placements = self._gather(layer, counted.loads)
+        (loads, rows), placements = self._gather(layer, counted.loads, leaving)
         started = time.perf_counter()
-        tokens = self.tokens_of(layer)
         plans = self._plans(layer, loads, placements, top_k_index.shape[1])
         planned = time.perf_counter() - started
         if self.config.check_collectives and needs_loads(layer.config):
@@ -338,9 +339,14 @@ class Engine:
         # Low-rank additions and chunks have stacks of their own.
         apart = not adapted and self.config.max_rows_per_rank is None
         arrangement = layer.arrangement(table, own.slots.tolist(), apart)
-        before = group[: tokens.rank].sum(0)
-        departure = depart(top_k_index, top_k_weights, counted, mine.split, before, own, arrangement, tokens)
-        routes = make_routes(departure, most_rows(group, own, top_k), tokens)
+        layer.unspilled = not any(plan.spilled for plan in plans)
+        leaving, rows = (leaving, rows) if layer.unspilled else (None, None)
+        told = mine.split, group[: tokens.rank].sum(0), own, arrangement, tokens, leaving
+        departure = depart(top_k_index, top_k_weights, counted, *told)
+        if rows is None:
+            routes = make_routes(departure, most_rows(group, own, top_k), tokens)
+        else:
+            routes = known_routes(departure, self._my_rows(rows, tokens.size), tokens.rank)
         last = None if self.passes.is_first() else self._before
         run = Run(routes, table, top_k_index, micro_batch, self.era(), last)
         self._before = layer.name, table
@@ -409,8 +415,10 @@ class Engine:
         """int64 ``[N, E]``: the loads of all ranks of the world, replica by replica. Collective."""
         return self.comms.replicas.all_gather(self.comms.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
 
-    def _gather(self, layer: MoELayer, counts: torch.Tensor) -> tuple[np.ndarray, list[Placement] | None]:
-        """Every rank's loads int64 ``[N, E]``, and the layer's layout. Waits for the device.
+    def _gather(
+        self, layer: MoELayer, loads: torch.Tensor, leaving: Leaving | None
+    ) -> tuple[Told, list[Placement] | None]:
+        """Every rank's loads, and the layer's layout. Waits for the device.
 
         Ranks agree on the layout of the layer that comes next, whose experts can set out then, and on the layer's own
         where none before it could: it is a pass's first, or the one before gathers no loads.
@@ -420,16 +428,8 @@ class Engine:
         due = ([layer] if alone else []) + [self.layers[name] for name in (after,) if name in self.layers]
         tuners = [self._tuner(one) for one in due if relays(one.config)] if needs_loads(layer.config) else []
         everyone = self.comms.weights if needs_loads(layer.config) else _ALONE
-        if not tuners:
-            loads = everyone.to_host(everyone.all_gather(counts)).numpy()
-            return loads, self._tuner(layer).layout if relays(layer.config) else None
-        newest = torch.tensor([told for tuner in tuners for told in tuner.newest()], dtype=torch.int64)
-        message = torch.cat([counts, newest.to(counts.device, non_blocking=True)])
-        told = everyone.to_host(everyone.all_gather(message)).numpy()
-        for at, tuner in enumerate(tuners):
-            tuner.agree(*told[:, len(counts) + 2 * at :][:, :2].T)
-        layout = self._tuner(layer).layout if relays(layer.config) else None
-        return np.ascontiguousarray(told[:, : len(counts)]), layout
+        told = tell(everyone, loads, leaving, self.tokens_of(layer).size, tuners)
+        return told, self._tuner(layer).layout if relays(layer.config) else None
 
     def _plans(self, layer: MoELayer, loads: np.ndarray, layout: list[Placement] | None, top_k: int) -> list[Plan]:
         """One plan for each token group whose loads are here."""

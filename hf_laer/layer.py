@@ -80,6 +80,8 @@ class MoELayer:
         self.name, self.module, self.spec, self.engine, self.config = name, module, spec, engine, config
         self.homes: dict[str, Home] = {}
         self.forwards = 0
+        # Whether its last plan left every token to its expert's owner; alike on all ranks.
+        self.unspilled = True
         self._rerouted: torch.Tensor | None = None
 
     def __call__(
@@ -248,16 +250,16 @@ class MoELayer:
         era = self.engine.era()
         dispatching = start_dispatch(hidden.to(dtype), routes, tokens)
         # Parameters are cast while tokens travel.
-        coming = self._begin(run, dtype, hidden.device, era)
+        coming, served = self._begin(run, dtype, hidden.device, era), routes.served
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         rows, weights = dispatching.wait(), self.engine.unsharder.finish(coming)
-        chunks = chunks_of(routes.groups, self.engine.config.max_rows_per_rank)
+        chunks = chunks_of(served.groups, self.engine.config.max_rows_per_rank)
         # The next layer's experts travel under this one's products, which nothing is to delay.
         ahead = partial(self.engine.expect_after, self, dtype, hidden.device, era)
-        experts_out, up = forward_in_chunks(self.spec, weights, rows, routes.source_row, chunks, terms, ahead)
+        experts_out, up = forward_in_chunks(self.spec, weights, rows, served.source_row, chunks, terms, ahead)
         bias = bias_of(weights, self.spec.down_bias)
         summed = gather_sum(
-            experts_out, routes.row_places, dtype, weights=routes.gates, bias=bias, slot=routes.groups.slot
+            experts_out, served.row_places, dtype, weights=served.gates, bias=bias, slot=served.groups.slot
         )
         return start_combine(summed, routes, tokens).finish(hidden.dtype), rows, up
 
@@ -270,7 +272,7 @@ class MoELayer:
         adapters: Sequence[LowRank],
     ) -> tuple[torch.Tensor, torch.Tensor, list[FactorGradients]]:
         """Gradients of ``hidden`` ``[T, H]``, routing weights ``[T * K]`` and factors; those of the weights go home."""
-        routes, tokens, dtype = run.routes, self.engine.tokens_of(self), rows.dtype
+        routes, served, tokens, dtype = run.routes, run.routes.served, self.engine.tokens_of(self), rows.dtype
         self.engine.watch.where = Where(self.name, "backward", run.micro_batch)
         era = self.engine.era()
         self.engine.passes.end()
@@ -279,21 +281,21 @@ class MoELayer:
         coming = self._begin(run, dtype, rows.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         weights = self.engine.unsharder.finish(coming)
-        chunks, wanted = chunks_of(routes.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
+        chunks, wanted = chunks_of(served.groups, self.engine.config.max_rows_per_rank), frozenset(self.trained)
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
         gone: list[tuple[Combining, torch.Tensor]] = []
 
         def rows_known(grad_inputs: torch.Tensor, grad_gates: torch.Tensor) -> None:
-            summed = gather_sum(grad_inputs, routes.row_places, dtype)
+            summed = gather_sum(grad_inputs, served.row_places, dtype)
             gone.append((start_combine(summed, routes, tokens), grad_gates))
 
         grads = backward_in_chunks(
             self.spec,
             weights,
             rows,
-            routes.source_row,
+            served.source_row,
             up,
-            routes.gates,
+            served.gates,
             dispatching.wait,
             chunks,
             wanted,

@@ -20,7 +20,7 @@ from hf_laer.bench.layer import LayerShape
 from hf_laer.bench.routing import routing
 from hf_laer.compute.gate import FusedGate, Gate
 from hf_laer.compute.grouped_gemm import Arrangement, Groups, alone_from, rows_outer, rows_times
-from hf_laer.compute.routing import Shares, arrive, count, leave
+from hf_laer.compute.routing import arrive, count, leave, shares_and_rows
 from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
 from hf_laer.plan import chunk_owners, ep, own_part
@@ -140,10 +140,10 @@ def _tables(shape: LayerShape, scenario: str, device: torch.device, dtype: torch
     plan = ep(loads, chunk_owners(shape.experts, 1))
     own = own_part(plan, loads, 0)
     arrangement = Arrangement.of(own.slots.tolist(), (shape.experts,), None)
-    shares = Shares.of(plan.split, np.zeros(shape.experts, np.int64), own, arrangement, device)
+    shares, rows_of = shares_and_rows(plan.split, np.zeros(shape.experts, np.int64), own, arrangement, device)
     leaving = partial(leave, index, weights, shares, counted)
     left, rows = leaving(), shape.tokens
-    arriving = partial(arrive, left.message, shares.edges[1], rows, shape.top_k, shares.slots[0])
+    arriving = partial(arrive, left.message, rows_of.edges[1], rows, shape.top_k, rows_of.slots[0])
     tables = arriving()
     choices, word = index.numel(), 8
     yield Job("counts", partial(count, index, shape.experts), choices * word, BYTES)

@@ -8,6 +8,7 @@ A assignments (one per token and expert). *out* is what leaves this rank, *in* w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,12 +17,30 @@ import torch
 
 from hf_laer.comm.base import Communicator, Pending
 from hf_laer.compute.grouped_gemm import Arrangement, Groups
-from hf_laer.compute.routing import Counted, Leaving, Shares, arrive, leave, rows_both_ways
+from hf_laer.compute.routing import Counted, Leaving, OwnRows, arrive, leave, rows_both_ways, shares_and_rows
 from hf_laer.plan.own import OwnPart
 from hf_laer.plan.types import Split
 
 
-@dataclass(frozen=True, eq=False)
+class Served(NamedTuple):
+    """What arrived for this rank's slots.
+
+    Args:
+        source_row: int64 ``[A_in]``, the received row of each assignment, sorted by slot.
+        arrival: int64 ``[A_in]``, when each assignment, sorted by slot, arrived.
+        row_places: int64 ``[R_in, K]``, the slot-sorted assignments of each received row; -1 for none.
+        gates: float32 ``[A_in]``, routing weights sorted by slot.
+        groups: Assignments per slot.
+    """
+
+    source_row: torch.Tensor
+    arrival: torch.Tensor
+    row_places: torch.Tensor
+    gates: torch.Tensor
+    groups: Groups
+
+
+@dataclass(eq=False)
 class Routes:
     """The exchange of one micro-batch and layer, the same forward, backward and in a recompute.
 
@@ -33,11 +52,7 @@ class Routes:
         receive_rows: Rows from each rank.
         send_choices: Assignments to each rank.
         receive_choices: Assignments from each rank.
-        source_row: int64 ``[A_in]``, the received row of each assignment, sorted by slot.
-        arrival: int64 ``[A_in]``, when each assignment, sorted by slot, arrived.
-        row_places: int64 ``[R_in, K]``, the slot-sorted assignments of each received row; -1 for none.
-        gates: float32 ``[A_in]``, routing weights sorted by slot.
-        groups: Assignments per slot.
+        arriving: Makes the tables of what arrives, once.
     """
 
     row_token: torch.Tensor
@@ -47,11 +62,16 @@ class Routes:
     receive_rows: list[int]
     send_choices: list[int]
     receive_choices: list[int]
-    source_row: torch.Tensor
-    arrival: torch.Tensor
-    row_places: torch.Tensor
-    gates: torch.Tensor
-    groups: Groups
+    arriving: Callable[[], Served] | None
+    _served: Served | None = None
+
+    @property
+    def served(self) -> Served:
+        """What arrived; its tables are made when they are asked for first, so that the tokens can set out before."""
+        if self.arriving is not None:
+            self._served, self.arriving = self.arriving(), None
+        assert self._served is not None
+        return self._served
 
 
 class Departure(NamedTuple):
@@ -59,7 +79,7 @@ class Departure(NamedTuple):
 
     Args:
         leaving: What leaves this rank.
-        shares: Who serves what, on the device.
+        own: What this rank sends, gets and serves, on the device.
         arrangement: How the rows of this rank's slots will lie.
         pending: The messages of all ranks.
         send_choices: Assignments to each rank.
@@ -68,7 +88,7 @@ class Departure(NamedTuple):
     """
 
     leaving: Leaving
-    shares: Shares
+    own: OwnRows
     arrangement: Arrangement
     pending: Pending
     send_choices: list[int]
@@ -85,6 +105,7 @@ def depart(
     own: OwnPart,
     arrangement: Arrangement,
     comm: Communicator,
+    leaving: Leaving | None = None,
 ) -> Departure:
     """Works out what leaves this rank and tells the others. Collective over ``comm``.
 
@@ -97,12 +118,17 @@ def depart(
         own: This rank's part of the plan.
         arrangement: How the rows of this rank's slots are to lie.
         comm: The token group.
+        leaving: What leaves this rank, if that is known.
     """
-    shares = Shares.of(split, before, own, arrangement, top_k_index.device)
-    leaving = leave(top_k_index, top_k_weights, shares, counted)
+    device = top_k_index.device
+    if leaving is None:
+        shares, rows = shares_and_rows(split, before, own, arrangement, device)
+        leaving = leave(top_k_index, top_k_weights, shares, counted)
+    else:
+        rows = OwnRows.of(own, arrangement, device)
     send, receive = own.sent.tolist(), own.received.tolist()
     pending = comm.start_all_to_all(leaving.message, send, receive)
-    return Departure(leaving, shares, arrangement, pending, send, receive, top_k_index.shape[1])
+    return Departure(leaving, rows, arrangement, pending, send, receive, top_k_index.shape[1])
 
 
 def make_routes(departure: Departure, most_rows: int, comm: Communicator) -> Routes:
@@ -113,14 +139,29 @@ def make_routes(departure: Departure, most_rows: int, comm: Communicator) -> Rou
         most_rows: No more rows than this arrive.
         comm: The token group.
     """
-    leaving, edges = departure.leaving, departure.shares.edges
-    received = departure.pending.wait()
-    rows = rows_both_ways(leaving.message, received, edges)
-    places, ends = departure.shares.slots
-    arrived = arrive(received, edges[1], most_rows, departure.top_k, places)
-    groups = Groups(departure.arrangement, ends, arrived.slot)
+    edges, received = departure.own.edges, departure.pending.wait()
+    rows = rows_both_ways(departure.leaving.message, received, edges)
+    served = _serve(departure, received, most_rows)
     # The host waits once, for how many rows there are; assignments are known from the plan.
     send_rows, receive_rows = comm.to_host(rows).tolist()
+    served = served._replace(row_places=served.row_places[: sum(receive_rows)])
+    return _routes(departure, send_rows, receive_rows, lambda: served)
+
+
+def known_routes(departure: Departure, rows: np.ndarray, rank: int) -> Routes:
+    """The exchange where the host has no need to wait: ``rows`` int64 ``[N, N]`` are those from each rank to each."""
+    send_rows, receive_rows = rows[rank].tolist(), rows[:, rank].tolist()
+
+    def arriving() -> Served:
+        return _serve(departure, departure.pending.wait(), sum(receive_rows))
+
+    return _routes(departure, send_rows, receive_rows, arriving)
+
+
+def _routes(
+    departure: Departure, send_rows: list[int], receive_rows: list[int], arriving: Callable[[], Served]
+) -> Routes:
+    leaving = departure.leaving
     return Routes(
         row_token=leaving.row_token[: sum(send_rows)],
         token_rows=leaving.token_rows,
@@ -129,12 +170,16 @@ def make_routes(departure: Departure, most_rows: int, comm: Communicator) -> Rou
         receive_rows=receive_rows,
         send_choices=departure.send_choices,
         receive_choices=departure.receive_choices,
-        source_row=arrived.source_row,
-        arrival=arrived.arrival,
-        row_places=arrived.row_places[: sum(receive_rows)],
-        gates=arrived.gates,
-        groups=groups,
+        arriving=arriving,
     )
+
+
+def _serve(departure: Departure, received: torch.Tensor, rows: int) -> Served:
+    """The tables of what arrived, of at least R rows."""
+    places, ends = departure.own.slots
+    arrived = arrive(received, departure.own.edges[1], rows, departure.top_k, places)
+    groups = Groups(departure.arrangement, ends, arrived.slot)
+    return Served(arrived.source_row, arrived.arrival, arrived.row_places, arrived.gates, groups)
 
 
 def most_rows(loads: np.ndarray, own: OwnPart, top_k: int) -> int:

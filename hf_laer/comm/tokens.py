@@ -36,7 +36,7 @@ def start_combine(rows: torch.Tensor, routes: Routes, comm: Communicator) -> Com
 def return_gates(grad: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:
     """Routing-weight gradients to where they came from: float32 ``[A_in]`` by slot to ``[T * K]``. Collective."""
     arrived = torch.empty_like(grad)
-    arrived[routes.arrival] = grad
+    arrived[routes.served.arrival] = grad
     home = comm.all_to_all(arrived, routes.receive_choices, routes.send_choices)
     out = torch.empty_like(home)
     out[routes.choices] = home

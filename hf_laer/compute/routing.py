@@ -9,6 +9,7 @@ destination), A assignments (one per token and expert).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,16 +22,17 @@ from hf_laer.compute.rows import places
 from hf_laer.plan.own import OwnPart
 from hf_laer.plan.types import Split
 
+# An int32 that no stream of tokens reaches.
+_NO_END = 1 << 30
+
 
 @dataclass(frozen=True, eq=False)
 class Shares:
     """Which replica serves which part of each expert's stream, on the device in one tensor.
 
     Args:
-        packed: int32 ``[E + 1 + E + 3P + 2N + 2S]``: the first replica of each expert, then the tokens that earlier
-            ranks have in its stream, then each replica's rank, slot, and the end of its part; then where the choices
-            to each rank end, and where those from each rank do; then the place of each of this rank's slots in the
-            order of its rows, and where its rows end (:class:`~hf_laer.compute.grouped_gemm.Arrangement`).
+        packed: int32 ``[E + 1 + E + 3P]``: the first replica of each expert, then the tokens that earlier ranks have in
+            its stream, then each replica's rank, slot, and the end of its part.
         experts: E.
         replicas: P.
         most: The most replicas that an expert has.
@@ -44,45 +46,78 @@ class Shares:
     ranks: int
 
     @classmethod
-    def of(
-        cls, split: Split, before: np.ndarray, own: OwnPart, arrangement: Arrangement, device: torch.device
-    ) -> Shares:
-        """On ``device``.
-
-        Args:
-            split: Which replica serves which part of each expert's stream.
-            before: int64 ``[E]``, tokens that earlier ranks have in each expert's stream.
-            own: This rank's part of the plan.
-            arrangement: How the rows of this rank's slots lie.
-            device: The tokens'.
-        """
-        edges = own.sent.cumsum(), own.received.cumsum()
-        rows = (np.array(numbers, np.int64) for numbers in (arrangement.places(), arrangement.ends()))
-        parts = (split.first, before, split.rank, split.slot, split.end, *edges, *rows)
-        # int32: no micro-batch sends two thousand million tokens to one expert.
-        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
-        most = int((split.first[1:] - split.first[:-1]).max(initial=0))
-        return cls(packed.to(device, non_blocking=True), split.num_experts, len(split.rank), most, len(own.sent))
+    def of_owners(cls, owners: np.ndarray, ranks: int, device: torch.device) -> Shares:
+        """On ``device``, where every expert stays with its owner, whatever the loads; ``owners`` int64 ``[E]``."""
+        experts = len(owners)
+        first_of = np.searchsorted(owners, owners)
+        slot, end = np.arange(experts) - first_of, np.full(experts, _NO_END)
+        parts = (np.arange(experts + 1), np.zeros(experts, np.int64), owners, slot, end)
+        return cls(_packed(parts, device), experts, experts, 1, ranks)
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """First replicas, tokens before, ranks, slots, ends; int64."""
-        sizes = (self.experts + 1, self.experts, *[self.replicas] * 3)
-        return self.packed[: sum(sizes)].long().split(sizes)
+        return self.packed.long().split((self.experts + 1, self.experts, *[self.replicas] * 3))
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """What this rank sends, gets and serves, on the device in one tensor.
+
+    Args:
+        packed: int32 ``[2N + 2S]``: where the choices to each rank end, and where those from each rank do; then the
+            place of each of this rank's slots in the order of its rows, and where its rows end
+            (:class:`~hf_laer.compute.grouped_gemm.Arrangement`).
+        ranks: N.
+    """
+
+    packed: torch.Tensor
+    ranks: int
+
+    @classmethod
+    def of(cls, own: OwnPart, arrangement: Arrangement, device: torch.device) -> OwnRows:
+        """On ``device``."""
+        return cls(_packed(_own_rows(own, arrangement), device), len(own.sent))
 
     @property
     def edges(self) -> torch.Tensor:
         """int32 ``[2, N]``: where the choices to each rank end, and those from each rank."""
-        start = self._ends
-        return self.packed[start : start + 2 * self.ranks].view(2, self.ranks)
+        return self.packed[: 2 * self.ranks].view(2, self.ranks)
 
     @property
     def slots(self) -> torch.Tensor:
         """int32 ``[2, S]``: each slot's place in the order of rows, and where its rows end."""
-        return self.packed[self._ends + 2 * self.ranks :].view(2, -1)
+        return self.packed[2 * self.ranks :].view(2, -1)
 
-    @property
-    def _ends(self) -> int:
-        return 2 * self.experts + 1 + 3 * self.replicas
+
+def shares_and_rows(
+    split: Split, before: np.ndarray, own: OwnPart, arrangement: Arrangement, device: torch.device
+) -> tuple[Shares, OwnRows]:
+    """What a plan says of this rank's tokens, in one copy to ``device``.
+
+    Args:
+        split: Which replica serves which part of each expert's stream.
+        before: int64 ``[E]``, tokens that earlier ranks have in each expert's stream.
+        own: This rank's part of the plan.
+        arrangement: How the rows of this rank's slots lie.
+        device: The tokens'.
+    """
+    parts = (split.first, before, split.rank, split.slot, split.end)
+    packed = _packed((*parts, *_own_rows(own, arrangement)), device)
+    length, ranks = sum(map(len, parts)), len(own.sent)
+    most = int((split.first[1:] - split.first[:-1]).max(initial=0))
+    shares = Shares(packed[:length], split.num_experts, len(split.rank), most, ranks)
+    return shares, OwnRows(packed[length:], ranks)
+
+
+def _own_rows(own: OwnPart, arrangement: Arrangement) -> tuple[np.ndarray, ...]:
+    rows = (np.array(numbers, np.int64) for numbers in (arrangement.places(), arrangement.ends()))
+    return own.sent.cumsum(), own.received.cumsum(), *rows
+
+
+def _packed(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+    # int32: no micro-batch sends two thousand million tokens to one expert.
+    packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
+    return packed.to(device, non_blocking=True)
 
 
 class Counted(NamedTuple):
@@ -106,12 +141,14 @@ class Leaving(NamedTuple):
         token_rows: int64 ``[T, min(K, N)]``, the rows of each token, by destination; -1 for none.
         choices: int64 ``[A]``, which ``t * K + k`` each assignment is, in the order they travel.
         message: int32 ``[A, 3]``: row at the destination, slot there, the bits of the float32 routing weight.
+        ends: ``[at least N, B]``, where the rows to each rank end in each of B blocks of consecutive tokens.
     """
 
     row_token: torch.Tensor
     token_rows: torch.Tensor
     choices: torch.Tensor
     message: torch.Tensor
+    ends: torch.Tensor
 
 
 class Arrived(NamedTuple):
@@ -173,7 +210,7 @@ def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares
     token_rows = torch.full((num_tokens, min(top_k, shares.ranks)), -1, dtype=torch.int64, device=token.device)
     nth = _nth_of(token, opens, num_tokens)
     token_rows[token[opens], nth[opens]] = row[opens]
-    return Leaving(row_token, token_rows, choices, message)
+    return Leaving(row_token, token_rows, choices, message, rows.cumsum(0).unsqueeze(1))
 
 
 def arrive(received: torch.Tensor, ends: torch.Tensor, rows: int, top_k: int, places_of: torch.Tensor) -> Arrived:

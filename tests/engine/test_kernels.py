@@ -16,7 +16,17 @@ import torch
 from hf_laer.comm.routes import most_rows
 from hf_laer.compute.gate import FusedGate, Gate, recognize
 from hf_laer.compute.grouped_gemm import Arrangement
-from hf_laer.compute.routing import Arrived, Counted, Leaving, Shares, arrive, count, leave, row_counts, rows_both_ways
+from hf_laer.compute.routing import (
+    Arrived,
+    Counted,
+    Leaving,
+    arrive,
+    count,
+    leave,
+    row_counts,
+    rows_both_ways,
+    shares_and_rows,
+)
 from hf_laer.compute.rows import gather_sum, places
 from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
 from hf_laer.plan import chunk_owners, llep, own_part
@@ -123,15 +133,16 @@ def _check_exchange(tokens: int, top_k: int, experts: int, ranks: int, skew: flo
         # Large groups last, in two stacks.
         counts = own[rank].slots.tolist()
         arrangement = Arrangement.of(counts, (len(counts) // 2, -(-len(counts) // 2)), max(1, tokens // 4))
-        shares = Shares.of(plan.split, loads[:rank].sum(0), own[rank], arrangement, torch.device("cpu"))
-        places_of.append(shares.slots[0])
+        told = plan.split, loads[:rank].sum(0), own[rank], arrangement, torch.device("cpu")
+        shares, rows_of = shares_and_rows(*told)
+        places_of.append(rows_of.slots[0])
         want = leave(one, weights, shares, count(one, experts))
         counted = Counted(*kernels.count(one, experts))
         assert counted.loads.tolist() == loads[rank].tolist()
         got = Leaving(*kernels.leave(one, weights, shares, counted.ends))
-        _check_equal(want, got, row_token=int(row_counts(want.message, shares.edges[0]).sum()))
+        _check_equal(want, got, row_token=int(row_counts(want.message, rows_of.edges[0]).sum()))
         messages.append(want.message.split(own[rank].sent.tolist()))
-        edges.append(shares.edges)
+        edges.append(rows_of.edges)
     for rank in range(ranks):
         received = torch.cat([message[rank] for message in messages])
         sent = torch.cat(messages[rank])
@@ -148,6 +159,9 @@ def _check_exchange(tokens: int, top_k: int, experts: int, ranks: int, skew: flo
 def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) -> None:
     for name in want._fields:
         ours, theirs = (getattr(tables, name)[: valid.get(name)] for tables in (got, want))
+        if name == "ends":
+            # In how many blocks is the kernel's own affair.
+            ours, theirs = ours[: len(theirs), -1].long(), theirs[:, -1]
         assert torch.equal(ours, theirs), f"{name}: {ours} instead of {theirs}"
 
 

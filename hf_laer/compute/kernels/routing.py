@@ -280,9 +280,10 @@ def leave(
     message = torch.empty(total, 3, dtype=torch.int32, device=device)
     first, replicas = 2 * shares.experts + 1, shares.replicas
     rank, slot = shares.packed[first : first + replicas], shares.packed[first + replicas : first + 2 * replicas]
-    tables = opened, rank, slot, table.cumsum(0, dtype=torch.int32), gates, row_token, token_rows, choices, message
+    stops = table.cumsum(0, dtype=torch.int32)
+    tables = opened, rank, slot, stops, gates, row_token, token_rows, choices, message
     launch(_leave_kernel, (blocks,), tables, (total, blocks), (ranks, top_k, width, per, _BLOCK))
-    return row_token, token_rows, choices, message
+    return row_token, token_rows, choices, message, stops.view(2 * ranks, blocks)
 
 
 def rows_both_ways(message: torch.Tensor, received: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
