@@ -277,7 +277,7 @@ class MoELayer:
         era = self.engine.era()
         self.engine.passes.end()
         share = 1.0 if adapters else self._share(dtype)
-        dispatching = start_dispatch((grad if share == 1 else grad * share).to(dtype), routes, tokens)
+        dispatching = start_dispatch(grad.to(dtype), routes, tokens)
         coming = self._begin(run, dtype, rows.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
         weights = self.engine.unsharder.finish(coming)
@@ -295,7 +295,7 @@ class MoELayer:
             rows,
             served.source_row,
             up,
-            served.gates,
+            served.gates if share == 1 else served.gates * share,
             dispatching.wait,
             chunks,
             wanted,
@@ -311,13 +311,13 @@ class MoELayer:
         ((combining, grad_gates),) = gone
         grad_hidden = combining.finish(dtype, 1 / share)
         factors = [adapter.over_all(self.held(run), own) for adapter, own in zip(adapters, grads.factors, strict=True)]
-        return grad_hidden, return_gates(grad_gates, routes, tokens) / share, factors
+        return grad_hidden, return_gates(grad_gates, routes, tokens), factors
 
     def _share(self, dtype: torch.dtype) -> float:
-        """A rank's part in the mean of gradients, if the tokens' gradients can be scaled by it and back exactly.
+        """A rank's part in the mean of gradients, if routing weights can be scaled by it and the tokens' gradients back.
 
-        It then costs a pass over the tokens and none over the experts' gradients. A power of two changes no bit of a
-        mantissa; float16 might lose small numbers.
+        It then costs a pass over the routing weights and none over the experts' gradients. A power of two changes no
+        bit of a mantissa; float16 might lose small numbers.
         """
         ranks = self.engine.comms.averaged_over
         exact = ranks & (ranks - 1) == 0 and dtype != torch.float16
