@@ -23,6 +23,7 @@ from hf_laer.plan import (
     Plan,
     Prediction,
     Topology,
+    cheapest,
     chunk_owners,
     ep,
     fsdp,
@@ -32,9 +33,9 @@ from hf_laer.plan import (
     join_groups,
     llep,
     llep_ahead,
-    no_worse_than_ep,
     predict,
     replica_placement,
+    spilling_plans,
     stack_groups,
     used,
 )
@@ -378,8 +379,11 @@ def _planned(
     }
     if config.strategy == "llep":
         limit = config.imbalance_threshold
-        plan = llep(now, owners, imbalance_threshold=limit or 1.0, ranks_per_node=width, **spill)
-        return plan if limit else no_worse_than_ep(plan, now, owners, cost, home="whole"), "whole", None
+        told = {"imbalance_threshold": limit or 1.0, "ranks_per_node": width, **spill}
+        if limit:
+            return llep(now, owners, **told), "whole", None
+        plans = spilling_plans(now, owners, **told)
+        return cheapest(plans, now, cost, home="whole", owners=owners), "whole", None
     slots = config.slots_for(experts, ranks)
     asked = None if config.imbalance_threshold else cost
     if config.homes == "whole":

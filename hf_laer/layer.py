@@ -314,7 +314,7 @@ class MoELayer:
         return grad_hidden, return_gates(grad_gates, routes, tokens), factors
 
     def _share(self, dtype: torch.dtype) -> float:
-        """A rank's part in the mean of gradients, if routing weights can be scaled by it and the tokens' gradients back.
+        """A rank's part in the mean of gradients, if routing weights can be scaled by it, and tokens' gradients back.
 
         It then costs a pass over the routing weights and none over the experts' gradients. A power of two changes no
         bit of a mantissa; float16 might lose small numbers.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hf_laer.config import LaerConfig
-from hf_laer.plan import CostModel, chunk_owners, ep, fsdp, fsep, fsep_llep, llep, llep_ahead
-from hf_laer.plan.guard import cheaper
+from hf_laer.plan import CostModel, cheapest, chunk_owners, ep, fsdp, fsep, fsep_llep, llep, llep_ahead, spilling_plans
 from hf_laer.plan.types import Placement, Plan
 
 
@@ -61,8 +62,9 @@ def make_plan(
         loads: int64 ``[N, E]`` of the group's ranks.
         placement: The tuner's, where there is one.
         ranks_per_node: Ranks that share a node.
-        cost: Layer and machine, by which spilling is weighed where the config has no ``imbalance_threshold``; without
-            one, or with a threshold, everything above the capacity is spilled.
+        cost: Layer and machine, by which spilling is weighed where the config has no ``imbalance_threshold``, to the
+            least loaded ranks and to those that the tokens come from; without one, or with a threshold, everything
+            above the capacity is spilled to the least loaded ranks, as published.
     """
     ranks, experts = loads.shape
     if config.strategy == "fsdp":
@@ -93,15 +95,12 @@ def make_plan(
     owners = chunk_owners(experts, ranks)
     if config.strategy == "ep":
         return ep(loads, owners)
-    plan = llep(
-        loads,
-        owners,
-        capacity_factor=config.capacity_factor,
-        min_tokens_per_gemm=config.min_tokens_per_gemm,
-        imbalance_threshold=config.imbalance_threshold or 1.0,
-        ranks_per_node=ranks_per_node,
-    )
-    # Predicting takes time too: only where there is something to refuse.
-    if cost is None or not plan.spilled:
-        return plan
-    return cheaper(plan, ep(loads, owners), loads, cost, home="whole", owners=owners)
+    spill: dict[str, Any] = {
+        "capacity_factor": config.capacity_factor,
+        "min_tokens_per_gemm": config.min_tokens_per_gemm,
+        "imbalance_threshold": config.imbalance_threshold or 1.0,
+        "ranks_per_node": ranks_per_node,
+    }
+    if cost is None:
+        return llep(loads, owners, **spill)
+    return cheapest(spilling_plans(loads, owners, **spill), loads, cost, home="whole", owners=owners)

@@ -1,10 +1,11 @@
 """Planners: pure functions from loads to plans. Numpy in, frozen dataclasses out; no torch."""
 
+from .at_home import llep_at_home, spilling_plans
 from .cost import CostModel, balanced_ideal, lower_bound, predict
 from .eplb import eplb, eplb_placement, lplb
 from .fixed import ep, fsdp, fsdp_ep
 from .groups import join_groups, stack_groups
-from .guard import cheaper, no_worse_than_ep
+from .guard import cheapest, no_worse_than_ep
 from .laer import fsep_placement, initial_placement, laer_placement
 from .llep import llep
 from .own import OwnPart, gained, holders, own_part
@@ -35,7 +36,7 @@ __all__ = [
     "Traffic",
     "balanced_ideal",
     "begins_with_owned",
-    "cheaper",
+    "cheapest",
     "chunk_owners",
     "compile_kernels",
     "ep",
@@ -61,6 +62,7 @@ __all__ = [
     "laer_placement",
     "llep",
     "llep_ahead",
+    "llep_at_home",
     "lower_bound",
     "lplb",
     "no_worse_than_ep",
@@ -74,6 +76,7 @@ __all__ = [
     "replica_placement",
     "smartmoe",
     "smartmoe_owners",
+    "spilling_plans",
     "stack_groups",
     "topology",
     "traffic",

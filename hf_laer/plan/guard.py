@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .cost import CostModel, predict, seconds_of
@@ -43,9 +45,8 @@ def no_worse_than_ep(
     return planned if planned.predicted.seconds <= plain.predicted.seconds else plain
 
 
-def cheaper(
-    plan: Plan,
-    plain: Plan,
+def cheapest(
+    plans: Sequence[Plan],
     loads: np.ndarray,
     cost: CostModel,
     *,
@@ -53,12 +54,11 @@ def cheaper(
     owners: np.ndarray | None = None,
     foreseen: Placement | None = None,
 ) -> Plan:
-    """``plan`` or, unless it is predicted to take less time, ``plain``. Neither gets its prediction.
+    """The one that is predicted to take the least time, the first of equal ones. None gets its prediction.
 
     Args:
-        plan: Made from ``loads``.
-        plain: Likewise, and simpler.
-        loads: int64 ``[N, E]``, what both serve.
+        plans: Made from ``loads``, simpler ones first.
+        loads: int64 ``[N, E]``, what they serve.
         cost: Layer and machine.
         home: Where weights live, as :func:`predict` knows it.
         owners: int64 ``[E]``, where there are any.
@@ -67,7 +67,6 @@ def cheaper(
     Raises:
         ValueError: As :func:`predict`.
     """
-    planned, simple = (
-        seconds_of(one, loads, cost, home=home, owners=owners, foreseen=foreseen) for one in (plan, plain)
-    )
-    return plan if planned < simple else plain
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda one: seconds_of(one, loads, cost, home=home, owners=owners, foreseen=foreseen))

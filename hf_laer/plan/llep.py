@@ -7,6 +7,7 @@ that the ranks together always have room for every token, and a rank may exceed 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,55 @@ from .owners import owner_loads, owner_slots
 from .ranges import ends
 from .types import Placement, Plan, Split
 from .validate import check_loads, check_owners, node_width
+
+
+class Limits(NamedTuple):
+    """What a rank may hold, and what is there.
+
+    Args:
+        loads: int64 ``[N, E]``.
+        owners: int64 ``[E]``.
+        totals: int64 ``[E]``, tokens of each expert.
+        native: int64 ``[N]``, tokens of each rank's own experts.
+        capacity: Tokens that a rank may hold.
+        least: Tokens that are worth a transfer.
+        width: Ranks of a node.
+    """
+
+    loads: np.ndarray
+    owners: np.ndarray
+    totals: np.ndarray
+    native: np.ndarray
+    capacity: int
+    least: int
+    width: int
+
+
+def limits(
+    loads: np.ndarray,
+    owners: np.ndarray,
+    capacity_factor: float,
+    min_tokens_per_gemm: int,
+    ranks_per_node: int | None,
+) -> Limits:
+    """Checks what :func:`llep` is given, and works out what follows from it.
+
+    Raises:
+        ValueError: Bad loads or owners, alpha below 1, or m below 1.
+    """
+    if not (math.isfinite(capacity_factor) and capacity_factor >= 1):
+        raise ValueError(f"capacity_factor={capacity_factor} must be a finite number of at least 1")
+    if min_tokens_per_gemm < 1:
+        raise ValueError(f"min_tokens_per_gemm={min_tokens_per_gemm} must be at least 1")
+    loads = check_loads(loads)
+    ranks, experts = loads.shape
+    owners = check_owners(owners, ranks, experts)
+    width = node_width(ranks_per_node, ranks)
+    totals, native = owner_loads(loads, owners)
+    total = sum(totals.tolist())
+    above, below = float(capacity_factor).as_integer_ratio()
+    capacity = min(-(-above * total // (below * ranks)), total)
+    return Limits(loads, owners, totals, native, capacity, min(int(min_tokens_per_gemm), max(total, 1)), width)
 
 
 def llep(
@@ -51,34 +101,25 @@ def llep(
     Raises:
         ValueError: Bad loads or owners, alpha or lambda below 1, or m below 1.
     """
-    for name, value in (("capacity_factor", capacity_factor), ("imbalance_threshold", imbalance_threshold)):
-        if not (math.isfinite(value) and value >= 1):
-            raise ValueError(f"{name}={value} must be a finite number of at least 1")
-    if min_tokens_per_gemm < 1:
-        raise ValueError(f"min_tokens_per_gemm={min_tokens_per_gemm} must be at least 1")
-    loads = check_loads(loads)
-    ranks, experts = loads.shape
-    owners = check_owners(owners, ranks, experts)
-    width = node_width(ranks_per_node, ranks)
-    totals, native = owner_loads(loads, owners)
-    total, hottest = sum(native.tolist()), max(native.tolist())
+    if not (math.isfinite(imbalance_threshold) and imbalance_threshold >= 1):
+        raise ValueError(f"imbalance_threshold={imbalance_threshold} must be a finite number of at least 1")
+    limit = limits(loads, owners, capacity_factor, min_tokens_per_gemm, ranks_per_node)
+    loads, owners = limit.loads, limit.owners
+    total, hottest = sum(limit.native.tolist()), max(limit.native.tolist())
     # Fractions of whole numbers: every rank rounds alike.
     above, below = float(imbalance_threshold).as_integer_ratio()
-    balanced = hottest * ranks * below < above * total
-    above, below = float(capacity_factor).as_integer_ratio()
-    capacity = min(-(-above * total // (below * ranks)), total)
-    if balanced or hottest < capacity + min_tokens_per_gemm:
+    balanced = hottest * len(loads) * below < above * total
+    if balanced or hottest < limit.capacity + int(min_tokens_per_gemm):
         plain = ep(loads, owners)
         return plain if cost is None else predict(plain, loads, cost, home="whole", owners=owners)
-    least = min(int(min_tokens_per_gemm), max(total, 1))
-    slots, first, rank, slot, end, spilled = _spill(totals, native, owners, capacity, least, width)
+    slots, first, rank, slot, end, spilled = _spill(*limit[1:])
     plan = Plan(Placement(slots), Split(first, rank, slot, end), spilled=int(spilled))
     return plan if cost is None else no_worse_than_ep(plan, loads, owners, cost, home="whole")
 
 
 @kernel
 def _spill(
-    totals: np.ndarray, native: np.ndarray, owners: np.ndarray, capacity: int, least: int, width: int
+    owners: np.ndarray, totals: np.ndarray, native: np.ndarray, capacity: int, least: int, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
     """Slot table, split (first, rank, slot, end), and the tokens that leave their owner."""
     slots, slot_of = owner_slots(owners, len(native), np.zeros_like(native))

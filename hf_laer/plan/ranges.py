@@ -1,4 +1,4 @@
-"""From quotas to ranges of each expert's stream: tokens stay on their node as far as the quotas let them."""
+"""From quotas to ranges of each expert's stream: tokens stay on their rank, then on their node, as far as may be."""
 
 from __future__ import annotations
 
@@ -9,15 +9,87 @@ from ._jit import kernel
 
 @kernel
 def stream_ranges(
-    sent: np.ndarray, first: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, width: int
+    loads: np.ndarray, first: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A split's first, rank, slot and end: in rank order on one node, by :func:`_node_ranges` on several.
+    """A split's first, rank, slot and end: a replica once per range that it serves, none if it serves none.
 
-    ``sent`` is int64 ``[nodes, E]``, the tokens of each node's ranks; the quotas of an expert sum to its tokens.
+    A rank's tokens go to its own replica up to its quota; what is left of them to the replicas of its node, in rank
+    order, as far as these have quota left beside their own ranks' tokens; and then to replicas elsewhere.
+
+    Args:
+        loads: int64 ``[N, E]``.
+        first: int64 ``[E + 1]``; with ``rank``, ``slot`` and ``quota`` ``[R]`` the replicas, by expert and in rank
+            order; an expert's quotas sum to its tokens.
+        width: Ranks of a node.
     """
-    if len(sent) > 1:
-        return _node_ranges(sent, first, rank, slot, quota, width)
-    return first, rank, slot, ends(first, quota)
+    ranks, experts = loads.shape
+    # A range ends where a replica's own, near or far part does, or a source's tokens do.
+    room = 3 * len(rank) + ranks * experts
+    rank_of, slot_of, end = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    ranges = np.zeros(experts + 1, np.int64)
+    own, near, far = quota.copy(), np.zeros_like(quota), np.zeros_like(quota)
+    count = 0
+    for expert in range(experts):
+        start, stop = first[expert], first[expert + 1]
+        if stop - start == 1:
+            rank_of[count], slot_of[count], end[count] = rank[start], slot[start], quota[start]
+            count += 1
+        elif stop > start:
+            _share(loads[:, expert], rank, start, stop, width, own, near, far)
+            after, close, away, begin = start, start, start, 0
+            for source in range(ranks):
+                tokens, node = loads[source, expert], source // width
+                while after < stop and rank[after] < source:
+                    after += 1
+                while close < stop and rank[close] // width < node:
+                    close += 1
+                if after < stop and rank[after] == source:
+                    begin, tokens = begin + own[after], tokens - own[after]
+                    count = emit(rank_of, slot_of, end, count, ranges[expert], source, slot[after], own[after], begin)
+                while tokens > 0:
+                    while close < stop and rank[close] // width == node and near[close] == 0:
+                        close += 1
+                    here = close < stop and rank[close] // width == node
+                    while not here and far[away] == 0:
+                        away += 1
+                    at, left = (close, near) if here else (away, far)
+                    take = min(tokens, left[at])
+                    left[at] -= take
+                    begin, tokens = begin + take, tokens - take
+                    count = emit(rank_of, slot_of, end, count, ranges[expert], rank[at], slot[at], take, begin)
+        ranges[expert + 1] = count
+    return ranges, rank_of[:count].copy(), slot_of[:count].copy(), end[:count].copy()
+
+
+@kernel
+def _share(
+    sent: np.ndarray,
+    rank: np.ndarray,
+    start: int,
+    stop: int,
+    width: int,
+    own: np.ndarray,
+    near: np.ndarray,
+    far: np.ndarray,
+) -> None:
+    """Parts the quotas (in ``own``) of one expert's replicas: for their own rank, their node's others, and the rest.
+
+    ``sent`` is int64 ``[N]``, the expert's tokens of each rank.
+    """
+    at = start
+    while at < stop:
+        node, before = rank[at] // width, at
+        left = sent[node * width : (node + 1) * width].sum()
+        while at < stop and rank[at] // width == node:
+            near[at] = max(own[at] - sent[rank[at]], 0)
+            own[at] -= near[at]
+            left -= own[at]
+            at += 1
+        for here in range(before, at):
+            over = max(near[here] - left, 0)
+            near[here] -= over
+            far[here] = over
+            left -= near[here]
 
 
 @kernel
@@ -28,47 +100,6 @@ def ends(first: np.ndarray, quota: np.ndarray) -> np.ndarray:
         for at in range(first[expert] + 1, first[expert + 1]):
             end[at] += end[at - 1]
     return end
-
-
-@kernel
-def _node_ranges(
-    sent: np.ndarray, first: np.ndarray, rank: np.ndarray, slot: np.ndarray, quota: np.ndarray, width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A replica once per range that it serves, none if it serves none.
-
-    A node's tokens go to its own replicas, in rank order, up to their quotas; what is left of them goes to the
-    replicas elsewhere that have quota left.
-    """
-    nodes, experts = sent.shape
-    room = 2 * len(rank) + nodes * experts
-    rank_of, slot_of, end = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    ranges = np.zeros(experts + 1, np.int64)
-    home, left, rest = quota.copy(), np.empty_like(quota), np.empty(nodes, np.int64)
-    count = 0
-    for expert in range(experts):
-        start, stop = first[expert], first[expert + 1]
-        for node in range(nodes):
-            rest[node] = sent[node, expert]
-        for at in range(start, stop):
-            home[at] = min(rest[rank[at] // width], quota[at])
-            left[at] = quota[at] - home[at]
-            rest[rank[at] // width] -= home[at]
-        begin, after, away = 0, start, start
-        for node in range(nodes):
-            while after < stop and rank[after] // width == node:
-                begin += home[after]
-                count = emit(rank_of, slot_of, end, count, ranges[expert], rank[after], slot[after], home[after], begin)
-                after += 1
-            while rest[node] > 0:
-                while left[away] == 0:
-                    away += 1
-                take = min(rest[node], left[away])
-                rest[node] -= take
-                left[away] -= take
-                begin += take
-                count = emit(rank_of, slot_of, end, count, ranges[expert], rank[away], slot[away], take, begin)
-        ranges[expert + 1] = count
-    return ranges, rank_of[:count].copy(), slot_of[:count].copy(), end[:count].copy()
 
 
 @kernel

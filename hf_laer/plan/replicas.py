@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from .at_home import spilling_plans
 from .cost import CostModel, seconds_of
-from .fixed import ep
 from .forecast import HEDGE
+from .guard import cheapest
 from .laer import hedged
 from .llep import llep
 from .owners import owner_slots
@@ -73,35 +74,27 @@ def llep_ahead(
         if replicas:
             return level_and_spilled(loads, placement, **spill)[1]
         return llep(loads, owners, imbalance_threshold=imbalance_threshold, **spill)
-    alone = _alone(loads, owners, imbalance_threshold, spill)
+    alone = spilling_plans(loads, owners, imbalance_threshold=imbalance_threshold, **spill)
     if not replicas:
-        return alone[0] if alone[1] is alone[0] else _fastest(alone, loads, owners, cost)[0]
+        return cheapest(alone, loads, cost, home="whole", owners=owners)
     plan, ahead = _fastest(level_and_spilled(loads, placement, **spill), loads, owners, cost, placement)
     plain, late = _fastest(alone, loads, owners, cost)
     return plan if ahead <= late else plain
 
 
-def _alone(
-    loads: np.ndarray, owners: np.ndarray, imbalance_threshold: float, spill: dict[str, Any]
-) -> tuple[Plan, Plan]:
-    """Without replicas: nothing spilled, and LLEP's plan; the same one twice where it spills nothing."""
-    plan = llep(loads, owners, imbalance_threshold=imbalance_threshold, **spill)
-    return (ep(loads, owners), plan) if plan.spilled else (plan, plan)
-
-
 def _fastest(
-    plans: tuple[Plan, Plan],
+    plans: Sequence[Plan],
     loads: np.ndarray,
     owners: np.ndarray,
     cost: CostModel,
     foreseen: Placement | None = None,
 ) -> tuple[Plan, float]:
-    """Of a plan and one that spills, the one that is predicted to take less time, and that time."""
-    plain, plan = plans
+    """The plan that is predicted to take the least time, the first of equal ones, and that time."""
     told: dict[str, Any] = {"home": "whole", "owners": owners, "foreseen": foreseen}
-    simple = seconds_of(plain, loads, cost, **told)
-    planned = simple if plan is plain else seconds_of(plan, loads, cost, **told)
-    return (plan, planned) if planned < simple else (plain, simple)
+    # A plan that is there twice is asked once.
+    seconds = {plan: seconds_of(plan, loads, cost, **told) for plan in dict.fromkeys(plans)}
+    best = min(seconds, key=seconds.__getitem__)
+    return best, seconds[best]
 
 
 def replica_placement(
@@ -172,11 +165,12 @@ def replica_placement(
         total = 0.0
         for loads in seen:
             if placement is None:
-                plans = _alone(loads, owners, 1.0, spill)
+                plans = spilling_plans(loads, owners, **spill)
             else:
                 plans = level_and_spilled(loads, placement, **spill, halvings=0)
             if cost is None:
-                total += plans[1].spilled
+                # Of those that spill the first, if any does.
+                total += plans[:2][-1].spilled
             else:
                 total += _fastest(plans, loads, owners, cost, placement if ahead else None)[1]
         return total

@@ -13,7 +13,7 @@ import numpy as np
 
 from ._jit import kernel
 from .cost import CostModel
-from .guard import cheaper
+from .guard import cheapest
 from .helpers import fewest_helpers
 from .network import Network, network
 from .ranges import stream_ranges
@@ -65,7 +65,7 @@ def fsep_llep(
     )
     if cost is None or plan is level:
         return plan
-    return cheaper(plan, level, loads, cost, home="sharded", foreseen=placement)
+    return cheapest((level, plan), loads, cost, home="sharded", foreseen=placement)
 
 
 def level_and_spilled(
@@ -108,7 +108,7 @@ def _solve(
         parts = net.first, net.rank, net.slot, net.quota
         return slots, parts, parts, 0, homeless
     level_exactly(net, loads, 0)
-    plain = stream_ranges(net.sent, net.first, net.rank, net.slot, net.quota, width)
+    plain = stream_ranges(loads, net.first, net.rank, net.slot, net.quota, width)
     if net.held.max() < capacity + least:
         return slots, plain, plain, 0, -1
     mean = -(-net.held.sum() // len(net.held))
@@ -121,7 +121,7 @@ def _solve(
         if tokens.all():
             break
         expert, rank = expert[tokens > 0], rank[tokens > 0]
-    return table, plain, stream_ranges(more.sent, more.first, more.rank, more.slot, more.quota, width), tokens.sum(), -1
+    return table, plain, stream_ranges(loads, more.first, more.rank, more.slot, more.quota, width), tokens.sum(), -1
 
 
 @kernel

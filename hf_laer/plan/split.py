@@ -28,8 +28,8 @@ def exact_split(loads: np.ndarray, placement: Placement, ranks_per_node: int | N
     Returns:
         The split. The most loaded rank has the least load that this placement allows, plus at most ``slack``;
         among the splits with that maximum it is one of those with the fewest tokens that leave their node.
-        With several nodes a replica is listed once per range of the stream that it serves, and not at all if
-        it serves none; with one node once, in rank order, so that many tokens stay on their rank.
+        A rank's tokens stay there as far as its replica's share lets them. A replica is listed once per range of
+        the stream that it serves; one among several of an expert not at all if it serves none.
 
     Raises:
         ValueError: Bad loads or placement, an expert with tokens that no rank holds, or a negative slack.
@@ -68,7 +68,7 @@ def _split(
     if homeless >= 0:
         return net.first, net.rank, net.slot, net.quota, homeless
     level_exactly(net, loads, slack)
-    return (*stream_ranges(net.sent, net.first, net.rank, net.slot, net.quota, width), -1)
+    return (*stream_ranges(loads, net.first, net.rank, net.slot, net.quota, width), -1)
 
 
 @kernel

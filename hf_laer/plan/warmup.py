@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .at_home import llep_at_home
 from .cost import CostModel, predict
 from .fixed import fsdp
 from .laer import fsep_placement, initial_placement, laer_placement
@@ -22,6 +23,7 @@ def compile_kernels() -> None:
     cost = CostModel(Topology(2, 2), 1, 1, 1)
     owners = chunk_owners(3, 2)
     plan = llep(loads, owners, min_tokens_per_gemm=1, imbalance_threshold=1.0, cost=cost)
+    llep_at_home(loads, owners, min_tokens_per_gemm=1)
     own_part(plan, loads, 0)
     held = holders(plan.placement.slots, 3)
     gained(held, held)

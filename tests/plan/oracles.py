@@ -28,6 +28,26 @@ def check_plan(plan: Plan, loads: np.ndarray) -> None:
     assert plan.rank_loads.sum() == loads.sum()
 
 
+def tokens_of(plan: Plan, loads: np.ndarray) -> dict[tuple[int, int, int], int]:
+    """Tokens by source, expert and rank that computes them, followed position by position."""
+    split, found = plan.split, {}
+    for expert in range(loads.shape[1]):
+        parts = range(split.first[expert], split.first[expert + 1])
+        serves = np.repeat(split.rank[parts], np.diff(split.end[parts], prepend=0))
+        for source, rank in zip(np.repeat(np.arange(len(loads)), loads[:, expert]), serves, strict=True):
+            found[source, expert, rank] = found.get((source, expert, rank), 0) + 1
+    return found
+
+
+def check_own_tokens_first(plan: Plan, loads: np.ndarray) -> None:
+    """Each replica serves its own rank's tokens before others'."""
+    found, served = tokens_of(plan, loads), {}
+    for (_, expert, rank), tokens in found.items():
+        served[expert, rank] = served.get((expert, rank), 0) + tokens
+    for (expert, rank), tokens in served.items():
+        assert found.get((rank, expert, rank), 0) == min(tokens, loads[rank, expert])
+
+
 def every_slot_serves_its_ranges(plan: Plan) -> bool:
     """Whether no replica is listed in a slot that is not filled."""
     return bool((plan.placement.slots[plan.split.rank, plan.split.slot] != EMPTY).all())

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from hf_laer.plan import Placement, exact_split, fsdp, fsep, initial_placement, laer_placement, traffic
 from tests.plan.oracles import (
+    check_own_tokens_first,
     check_plan,
     every_slot_serves_its_ranges,
     fewest_leavers,
     lowest_maximum,
-    one_replica_per_slot,
     stays_home,
 )
 
@@ -33,7 +33,8 @@ def test_no_split_has_a_lower_maximum(case, width):
     loads, placement = case
     plan = fsep(loads, placement, width)
     check_plan(plan, loads)
-    assert one_replica_per_slot(plan) if width is None else every_slot_serves_its_ranges(plan)
+    assert every_slot_serves_its_ranges(plan)
+    check_own_tokens_first(plan, loads)
     assert plan.rank_loads.max() == lowest_maximum(loads.sum(axis=0), placement.slots)
 
 

@@ -79,11 +79,11 @@ def _loads_kernel(ends, loads, blocks, bins, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["total", "blocks", "replicas", "most"],
+    do_not_specialize=["total", "blocks", "replicas", "halves"],
     do_not_specialize_on_alignment=["keys", "shares"],
 )
 def _open_kernel(
-    keys, ends, shares, opened, table, total, blocks, replicas, most, experts, ranks,
+    keys, ends, shares, opened, table, total, blocks, replicas, halves, experts, ranks,
     K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """The replica of each choice, by its place in its expert's stream; whether it is its token's first for that rank.
@@ -103,10 +103,11 @@ def _open_kernel(
     last = tl.load(shares + key + 1, mask=inside, other=0) - 1
     rank = shares + 2 * experts + 1
     part_end = rank + 2 * replicas
-    for _ in range(most - 1):
-        beyond = inside & (own < last)
-        beyond &= place >= tl.load(part_end + own, mask=beyond, other=0)
-        own += beyond.to(tl.int32)
+    # Ends ascend: half of the replicas that are left is looked at each time.
+    for _ in range(halves):
+        searched, middle = inside & (own < last), (own + last) >> 1
+        beyond = searched & (place >= tl.load(part_end + middle, mask=searched, other=0))
+        own, last = tl.where(beyond, middle + 1, own), tl.where(searched & (beyond == 0), middle, last)
     to = tl.load(rank + own, mask=inside, other=ranks)
     token = lane // K
     _, before = _same(to, BLOCK)
@@ -273,8 +274,9 @@ def leave(
     row_token, choices = torch.empty(2 * total, dtype=torch.int64, device=device).split(total)
     opened = torch.empty(total, dtype=torch.int32, device=device)
     table = torch.empty(2 * ranks * blocks, dtype=torch.int32, device=device)
-    numbers, constants = (total, blocks, shares.replicas, shares.most), (shares.experts, ranks, top_k, per, _BLOCK)
-    tensors = keys, ends, shares.packed, opened, table
+    # Halvings after which one of the most replicas that an expert has is left.
+    numbers = total, blocks, shares.replicas, (shares.most - 1).bit_length()
+    tensors, constants = (keys, ends, shares.packed, opened, table), (shares.experts, ranks, top_k, per, _BLOCK)
     launch(_open_kernel, (blocks,), tensors, numbers, (*constants, _bins(ranks)))
     token_rows = torch.empty(tokens, width, dtype=torch.int64, device=device)
     message = torch.empty(total, 3, dtype=torch.int32, device=device)
