@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_laer import LaerConfig, patch_model
+from hf_laer import strategy as strategy_module
 from hf_laer.compute import grouped_gemm
 from hf_laer.integrations.transformers import expert_parameters, get_engine
+from hf_laer.plan import Plan
 from tests.engine.cases import (
     average_dense_gradients,
     batch_of,
@@ -81,6 +83,20 @@ def _routed_inputs(count: int, routing: str, seed: int) -> tuple[torch.Tensor, t
     else:
         index = torch.rand(count, 7, generator=generator).topk(2).indices
     return hidden, index, weights
+
+
+def at_home(family: str, **config: Any) -> dict[str, int]:
+    """Spilled to the ranks that tokens come from, which small sizes are never predicted to pay."""
+    seen: list[tuple[Plan, ...]] = []
+
+    def last(plans: tuple[Plan, ...], *args: Any, **told: Any) -> Plan:
+        seen.append(plans)
+        return plans[-1]
+
+    with patch.object(strategy_module, "cheapest", last):
+        moved = equal_to_unpatched(family, {"strategy": "llep", "imbalance_threshold": None, **config})
+    differ = [plans[-1].digest() != plans[1].digest() for plans in seen if len(plans) > 1]
+    return moved | {"at home": sum(differ)}
 
 
 def _two_steps(family: str, model: nn.Module) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.engine import cases_edges
@@ -28,6 +30,22 @@ def test_slots_per_rank(ranks, slots: int) -> None:
     )
     # With seven slots each rank holds all seven experts.
     assert (moved[0]["moved"] > 0) == (slots < 7)
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "config"),
+    [
+        (2, "gpt_oss", {}),
+        (3, "qwen3_moe", {"max_rows_per_rank": 5}),
+        (4, "mixtral", {"ranks_per_node": 2, "check_collectives": True}),
+    ],
+    ids=["two", "chunks", "nodes"],
+)
+def test_spilled_to_where_tokens_come_from(ranks, world: int, family: str, config: dict[str, Any]) -> None:
+    found = ranks(world).run(cases_edges.at_home, family=family, **config)
+    assert all(one == found[0] for one in found)
+    assert found[0]["spilled"] > 0
+    assert found[0]["at home"] > 0, "LLEP's own plans"
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
