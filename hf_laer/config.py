@@ -50,7 +50,8 @@ class LaerConfig:
         min_tokens_per_gemm: LLEP's m: fewer tokens than this are not worth a weight transfer (>= 1).
         imbalance_threshold: LLEP's lambda: spilling is off while max/mean load over ranks is below it (>= 1), and on
             above. ``None`` decides layer by layer and batch by batch: what is spilled must be predicted to save more
-            time than the experts' way there costs.
+            time than the experts' way there costs; and whether it goes to the least loaded ranks or to those that the
+            tokens come from.
         slots_per_rank: FSEP's room for unsharded experts on each rank; ``None`` means a quarter more than an even
             share of the experts, and at least one more.
         relayout_interval: FSEP makes a new placement every so many training micro-batches (>= 1).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .at_home import llep_at_home
 from .eplb import eplb, lplb
 from .fixed import ep, fsdp, fsdp_ep
 from .llep import llep
@@ -20,6 +21,7 @@ PLANNERS: dict[str, Callable[..., Plan]] = {
     "fsdp": fsdp,
     "fsdp_ep": fsdp_ep,
     "llep": llep,
+    "llep+home": llep_at_home,
     "laer": laer,
     "fsep": fsep,
     "fsep+llep": fsep_llep,

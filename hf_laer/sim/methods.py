@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -157,6 +158,19 @@ def _llep(loads: np.ndarray, state: object, setting: Setting) -> Plan:
     )
 
 
+def _llep_home(loads: np.ndarray, state: object, setting: Setting) -> Plan:
+    """As the engine's ``llep``: the cheapest of its plans; without the cost model tokens stay wherever they can."""
+    told: dict[str, Any] = {
+        "capacity_factor": setting.capacity_factor,
+        "min_tokens_per_gemm": setting.least,
+        "ranks_per_node": setting.width,
+    }
+    if not setting.guard:
+        return planners.llep_at_home(loads, setting.owners, **told)
+    plans = planners.spilling_plans(loads, setting.owners, **told)
+    return planners.cheapest(plans, loads, setting.cost, home="whole", owners=setting.owners)
+
+
 def _fsep_llep(loads: np.ndarray, state: object, setting: Setting) -> Plan:
     return planners.fsep_llep(
         loads,
@@ -226,6 +240,7 @@ METHODS: dict[str, Method] = {
     "fsdp": Method(lambda loads, state, s: planners.fsdp(loads), "sharded"),
     "fsdp_ep": Method(lambda loads, state, s: planners.fsdp_ep(loads, s.slots), "copies"),
     "llep": Method(_llep, "whole"),
+    "llep+home": Method(_llep_home, "whole"),
     "laer": Method(
         lambda loads, state, s: planners.laer(loads, _placement(state), s.width),
         "sharded",

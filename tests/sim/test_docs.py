@@ -1,11 +1,13 @@
 """``docs/planners.md`` shows worked examples; here they are worked again."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hf_laer.plan import (
+    CostModel,
     Plan,
     chunk_owners,
     ep,
@@ -24,12 +26,16 @@ from hf_laer.plan import (
     laer,
     laer_placement,
     llep,
+    llep_at_home,
     lplb,
+    predict,
     prophet,
     prophet_placement,
     smartmoe,
     smartmoe_owners,
+    spilling_plans,
 )
+from hf_laer.profile import shipped_profile
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "planners.md"
 # Per rank and step: the last step's and this step's tokens per expert. Expert 2 has become hot.
@@ -50,6 +56,7 @@ def example(ranks: int) -> dict[str, Plan]:
         "fsdp": fsdp(now),
         "fsdp_ep": fsdp_ep(now, 2),
         "llep": llep(now, owners, min_tokens_per_gemm=8, imbalance_threshold=1.3, ranks_per_node=4),
+        "llep+home": llep_at_home(now, owners, min_tokens_per_gemm=8, ranks_per_node=4),
         "laer": laer(now, last_laer, 4),
         "fsep": fsep(now, last_fsep, 4),
         "fsep+llep": fsep_llep(now, last_fsep, 4, min_tokens_per_gemm=8),
@@ -74,3 +81,31 @@ def test_worked_examples(ranks):
     text = DOCUMENT.read_text()
     for name, plan in example(ranks).items():
         assert line(name, plan) in text, f"{ranks} ranks, {name}"
+
+
+def spilled_line(name: str, sizes: tuple[int, int, int, int], ranks: int, share: int) -> str:
+    """One row of the document's table of what spilling to where tokens come from is predicted to save."""
+    experts, hidden, intermediate, top_k = sizes
+    cost = CostModel(shipped_profile("NVIDIA H200").of_ranks(ranks, 8), hidden, intermediate, top_k)
+    tokens = 32768 * top_k
+    hot = tokens * share // 100
+    loads = np.full((ranks, experts), (tokens - hot) // (experts - top_k))
+    loads[:, :top_k] = hot // top_k
+    owners = chunk_owners(experts, ranks)
+    plans = spilling_plans(loads, owners, ranks_per_node=8)
+    predicted = [predict(plan, loads, cost, home="whole", owners=owners).predicted for plan in plans]
+    cells = []
+    for plan, one in zip(plans, predicted, strict=True):
+        assert one is not None
+        fetched = int((plan.placement.slots >= 0).sum()) - experts
+        cells.append(f"{1e3 * one.seconds:.1f} ({1e3 * one.exchange_seconds:.1f}; {fetched})")
+    return f"| {name} | {ranks} | {share}% on {top_k} | {' | '.join(cells)} |"
+
+
+SIZES = {"E 128, H I 2880, K 4": (128, 2880, 2880, 4), "E 128, H 2048, I 768, K 8": (128, 2048, 768, 8)}
+
+
+def test_what_spilling_at_home_is_predicted_to_save():
+    text = DOCUMENT.read_text()
+    for (name, sizes), ranks, share in itertools.product(SIZES.items(), (2, 8, 32), (95, 50)):
+        assert spilled_line(name, sizes, ranks, share) in text
