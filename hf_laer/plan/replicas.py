@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from .at_home import spilling_plans
-from .cost import CostModel, seconds_of
+from .cost import CostModel
 from .forecast import HEDGE
-from .guard import cheapest
+from .guard import cheapest, predicted_seconds
 from .laer import hedged
 from .llep import llep
 from .owners import owner_slots
@@ -77,24 +77,11 @@ def llep_ahead(
     alone = spilling_plans(loads, owners, imbalance_threshold=imbalance_threshold, **spill)
     if not replicas:
         return cheapest(alone, loads, cost, home="whole", owners=owners)
-    plan, ahead = _fastest(level_and_spilled(loads, placement, **spill), loads, owners, cost, placement)
-    plain, late = _fastest(alone, loads, owners, cost)
-    return plan if ahead <= late else plain
-
-
-def _fastest(
-    plans: Sequence[Plan],
-    loads: np.ndarray,
-    owners: np.ndarray,
-    cost: CostModel,
-    foreseen: Placement | None = None,
-) -> tuple[Plan, float]:
-    """The plan that is predicted to take the least time, the first of equal ones, and that time."""
-    told: dict[str, Any] = {"home": "whole", "owners": owners, "foreseen": foreseen}
-    # A plan that is there twice is asked once.
-    seconds = {plan: seconds_of(plan, loads, cost, **told) for plan in dict.fromkeys(plans)}
-    best = min(seconds, key=seconds.__getitem__)
-    return best, seconds[best]
+    told: dict[str, Any] = {"home": "whole", "owners": owners}
+    some = level_and_spilled(loads, placement, **spill)
+    seconds = predicted_seconds(some, loads, cost, foreseen=placement, **told)
+    seconds += predicted_seconds(alone, loads, cost, **told)
+    return (*some, *alone)[seconds.index(min(seconds))]
 
 
 def replica_placement(
@@ -172,7 +159,8 @@ def replica_placement(
                 # Of those that spill the first, if any does.
                 total += plans[:2][-1].spilled
             else:
-                total += _fastest(plans, loads, owners, cost, placement if ahead else None)[1]
+                known = placement if ahead else None
+                total += min(predicted_seconds(plans, loads, cost, home="whole", owners=owners, foreseen=known))
         return total
 
     best, least = alone, price(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_laer.plan import (
     CostModel,
+    Plan,
     cheapest,
     chunk_owners,
     ep,
@@ -64,6 +67,15 @@ def test_a_token_with_hot_experts_is_not_sent_around():
     assert [len(home.placement.held_by(rank)) for rank in range(ranks)] == [8, 12, 12, 12]
 
 
+def first_worth(plans: Sequence[Plan], seconds: Sequence[float]) -> Plan:
+    """Which of these is taken: of two that spill the later one only for a hundredth less time."""
+    best = 0
+    for at in range(1, len(seconds)):
+        margin = 1.01 if plans[best].spilled and plans[at].spilled else 1
+        best = at if seconds[at] * margin < seconds[best] else best
+    return plans[best]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_cheapest_is_taken(data):
@@ -77,7 +89,7 @@ def test_the_cheapest_is_taken(data):
     plans = spilling_plans(loads, owners, **told)
     got = cheapest(plans, loads, cost, home="whole", owners=owners)
     seconds = [predict(plan, loads, cost, home="whole", owners=owners).predicted.seconds for plan in plans]
-    assert got is plans[int(np.argmin(seconds))]
+    assert got is first_worth(plans, seconds)
     if len(plans) > 1:
         made = (
             ep(loads, owners),

@@ -160,7 +160,7 @@ def test_replay_is_the_same_whatever_the_threads(trace, setting):
         assert (one.values[metric] == two.values[metric]).all()
 
 
-@pytest.mark.parametrize("name", ["ep", "llep", "fsdp", "fsdp_ep", "laer", "fsep", "fsep+llep"])
+@pytest.mark.parametrize("name", ["ep", "llep", "llep+home", "fsdp", "fsdp_ep", "laer", "fsep", "fsep+llep"])
 def test_tokens_stay_in_their_group(name, trace, setting):
     small = replace(setting, group=4, slots=5)
     done = replay(trace, name, small, warmup=3)
@@ -169,7 +169,7 @@ def test_tokens_stay_in_their_group(name, trace, setting):
     assert done.mean("foreign") == 0  # a group is a node here
     if name == "llep":  # helpers that nobody foresaw delay the forward
         assert done.mean("weights_exposed") > replay(trace, "ep", small, warmup=3).mean("weights_exposed")
-    with pytest.raises(ValueError, match="groups are for ep, fsdp, fsdp_ep, llep, laer, fsep, fsep"):
+    with pytest.raises(ValueError, match=r"groups are for ep, fsdp, fsdp_ep, llep, llep\+home, laer, fsep, fsep"):
         replay(trace, "eplb", small)
     with pytest.raises(ValueError, match="groups of 3 ranks do not divide 8"):
         replace(setting, group=3)
