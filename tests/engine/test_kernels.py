@@ -13,23 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_laer.comm.routes import most_rows
 from hf_laer.compute.gate import FusedGate, Gate, recognize
-from hf_laer.compute.grouped_gemm import Arrangement
-from hf_laer.compute.routing import (
-    Arrived,
-    Counted,
-    Leaving,
-    arrive,
-    count,
-    leave,
-    row_counts,
-    rows_both_ways,
-    shares_and_rows,
-)
 from hf_laer.compute.rows import gather_sum, places
 from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
-from hf_laer.plan import chunk_owners, llep, own_part
+from tests.engine.cases_routing import KINDS, check_exchange
 
 GATES = (FusedGate(False, False), FusedGate(True, False), FusedGate(True, True, 1.702, 7.0))
 
@@ -114,55 +101,8 @@ def check_routing() -> None:
     """Every table of a whole exchange, over sizes below and above a block, spread and piled up, ranks with nothing."""
     for tokens, top_k, experts, ranks in ((1, 1, 1, 1), (5, 3, 4, 3), (90, 4, 7, 3), (61, 8, 24, 5), (130, 3, 40, 2)):
         for skew in (0.0, 2.0):
-            _check_exchange(tokens, top_k, experts, ranks, skew)
-
-
-def _check_exchange(tokens: int, top_k: int, experts: int, ranks: int, skew: float) -> None:
-    from hf_laer.compute.kernels import routing as kernels
-
-    generator = torch.Generator().manual_seed(tokens + ranks)
-    popularity = torch.arange(1.0, experts + 1) ** -skew
-    many = [tokens if rank != 1 else 1 for rank in range(ranks)]
-    index = [torch.multinomial(popularity.expand(n, experts), top_k, generator=generator) for n in many]
-    loads = np.stack([count(one, experts).loads.numpy() for one in index])
-    plan = llep(loads, chunk_owners(experts, ranks), min_tokens_per_gemm=1, imbalance_threshold=1.0)
-    own = [own_part(plan, loads, rank) for rank in range(ranks)]
-    messages, edges, places_of = [], [], []
-    for rank, one in enumerate(index):
-        weights = torch.rand(one.shape, generator=generator)
-        # Large groups last, in two stacks.
-        counts = own[rank].slots.tolist()
-        arrangement = Arrangement.of(counts, (len(counts) // 2, -(-len(counts) // 2)), max(1, tokens // 4))
-        told = plan.split, loads[:rank].sum(0), own[rank], arrangement, torch.device("cpu")
-        shares, rows_of = shares_and_rows(*told)
-        places_of.append(rows_of.slots[0])
-        want = leave(one, weights, shares, count(one, experts))
-        counted = Counted(*kernels.count(one, experts))
-        assert counted.loads.tolist() == loads[rank].tolist()
-        got = Leaving(*kernels.leave(one, weights, shares, counted.ends))
-        _check_equal(want, got, row_token=int(row_counts(want.message, rows_of.edges[0]).sum()))
-        messages.append(want.message.split(own[rank].sent.tolist()))
-        edges.append(rows_of.edges)
-    for rank in range(ranks):
-        received = torch.cat([message[rank] for message in messages])
-        sent = torch.cat(messages[rank])
-        rows = rows_both_ways(sent, received, edges[rank])
-        assert torch.equal(kernels.rows_both_ways(sent, received, edges[rank]), rows)
-        arriving, bound = int(rows[1].sum()), most_rows(loads, own[rank], top_k)
-        assert arriving <= bound <= len(received)
-        if len(received):
-            want = arrive(received, edges[rank][1], bound, top_k, places_of[rank])
-            got = Arrived(*kernels.arrive(received, edges[rank][1], bound, top_k, places_of[rank]))
-            _check_equal(want, got, row_places=arriving)
-
-
-def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) -> None:
-    for name in want._fields:
-        ours, theirs = (getattr(tables, name)[: valid.get(name)] for tables in (got, want))
-        if name == "ends":
-            # In how many blocks is the kernel's own affair.
-            ours, theirs = ours[: len(theirs), -1].long(), theirs[:, -1]
-        assert torch.equal(ours, theirs), f"{name}: {ours} instead of {theirs}"
+            for kind in KINDS if tokens == 90 else KINDS[: 1 + (skew > 0)]:
+                check_exchange(tokens, top_k, experts, ranks, skew, kind)
 
 
 def check_compiled_once() -> None:
@@ -184,7 +124,7 @@ def check_compiled_once() -> None:
     run = InterpretedFunction.run
     with patch.object(InterpretedFunction, "run", note):
         for tokens, skew in ((30, 0.0), (31, 1.0), (30, 3.0), (43, 2.0)):
-            _check_exchange(tokens, 3, 60, 2, skew)
+            check_exchange(tokens, 3, 60, 2, skew, "at home" if tokens == 43 else "llep")
         _check_chunks()
     names = {name for name, _ in seen}
     assert names >= {"_count_kernel", "_open_kernel", "_leave_kernel", "_rows_kernel", "_arrive_kernel"}
