@@ -203,15 +203,15 @@ def auxiliary(family: str, strategy: str) -> None:
     assert not torch.allclose(want[router], more[router])
 
 
-# Enough tokens that a near tie which rounding decides otherwise does not rule the result.
-MANY = ((8, 16), (7, 12))
+# Few tokens at a time, so that most steps have none whose choice rounding decides about.
+SOME = ((3, 14), (2, 9))
 Gradients = dict[str, torch.Tensor]
 
 
 def half_precision(
     family: str,
     strategy: str,
-    steps: int = 6,
+    steps: int = 12,
     changes: dict[str, Any] | None = None,
     make: Callable[..., nn.Module] = tiny_model,
     **config: Any,
@@ -224,29 +224,80 @@ def half_precision(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # A handful of numbers has no statistics: tensors that small count together.
     keys = {name: name if p.numel() >= 32 else "small" for name, p in trained.items()}
-    squares = {key: [0.0, 0.0, 0.0] for key in keys.values()}
-    for step, (want, theirs) in enumerate(expected_steps):
+    squares, alike = {key: [0.0, 0.0, 0.0] for key in keys.values()}, 0
+    for step, routed, want, theirs in expected_steps:
         model.zero_grad()
-        loss_of(model, batch_of(dist.get_rank(), step, MANY)).backward()
+        with _routing(model) as ours:
+            loss_of(model, batch_of(dist.get_rank(), step, SOME)).backward()
         average_dense_gradients(model)
+        if not _all_ranks(_same_experts(ours, routed)):
+            continue
+        alike += 1
         for name, parameter in trained.items():
             for at, grad in enumerate((theirs[name], full(parameter.grad))):
                 squares[keys[name]][at] += float((grad.float() - want[name]).square().sum())
             squares[keys[name]][2] += float(want[name].square().sum())
+    assert alike >= steps // 2, f"routed as in fp32 in {alike} steps only"
     return {name: ((a / norm) ** 0.5, (b / norm) ** 0.5) for name, (a, b, norm) in squares.items()}
+
+
+@contextmanager
+def _routing(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The experts chosen in the block's forwards, layer by layer: int64 ``[T, K]`` each, in ascending order."""
+    seen: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = [one for one in (*args, *named.values()) if isinstance(one, torch.Tensor)]
+        seen.append(next(one for one in given if not one.is_floating_point()).sort(-1).values)
+
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in experts]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _same_experts(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _all_ranks(here: bool) -> bool:
+    """Whether it holds on every rank."""
+    everyone = torch.tensor([int(here)])
+    dist.all_reduce(everyone, dist.ReduceOp.MIN)
+    return bool(everyone.item())
 
 
 @lru_cache(maxsize=16)
 def _half_expected(
     make: Callable[..., nn.Module], family: str, steps: int, changes: tuple[tuple[str, Any], ...]
-) -> tuple[Gradients, list[tuple[Gradients, Gradients]]]:
-    """The unpatched model's bf16 weights, and for each step its gradients in fp32 and in bf16; computed once."""
+) -> tuple[Gradients, list[tuple[int, list[torch.Tensor], Gradients, Gradients]]]:
+    """The unpatched model's bf16 weights, and for each of some steps its number, this rank's routing, and the gradients
+    in fp32 and in bf16; computed once.
+
+    Only steps in which bf16 chooses the experts that fp32 does: where a token's choice is near a tie, rounding decides
+    about it, and one other expert is more than all that rounding does else.
+    """
     exact = make(family, **dict(changes))
     plain = make(family, dtype=torch.bfloat16, **dict(changes))
     plain.load_state_dict(exact.state_dict())
     exact.load_state_dict(plain.state_dict())
-    both = [tuple(reference_gradients(model, step, MANY)[1] for model in (exact, plain)) for step in range(steps)]
-    return plain.state_dict(), both
+    found: list[tuple[int, list[torch.Tensor], Gradients, Gradients]] = []
+    for step in range(4 * steps):
+        routed, gradients = [], []
+        for model in (exact, plain):
+            with _routing(model) as seen:
+                gradients.append(reference_gradients(model, step, SOME)[1])
+            routed.append(list(seen))
+        if _all_ranks(_same_experts(*routed)):
+            layers = len(routed[0]) // dist.get_world_size()
+            mine = routed[0][layers * dist.get_rank() :][:layers]
+            found.append((step, mine, *gradients))
+        if len(found) == steps:
+            break
+    return plain.state_dict(), found
 
 
 def mesh_and_state() -> None:
