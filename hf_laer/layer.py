@@ -276,7 +276,7 @@ class MoELayer:
         self.engine.watch.where = Where(self.name, "backward", run.micro_batch)
         era = self.engine.era()
         self.engine.passes.end()
-        share = 1.0 if adapters else self._share(dtype)
+        share = 1.0 if adapters else self._share(dtype, self._reduce_dtype)
         dispatching = start_dispatch(grad.to(dtype), routes, tokens)
         coming = self._begin(run, dtype, rows.device, era)
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]
@@ -313,24 +313,28 @@ class MoELayer:
         factors = [adapter.over_all(self.held(run), own) for adapter, own in zip(adapters, grads.factors, strict=True)]
         return grad_hidden, return_gates(grad_gates, routes, tokens), factors
 
-    def _share(self, dtype: torch.dtype) -> float:
+    def _share(self, *dtypes: torch.dtype) -> float:
         """A rank's part in the mean of gradients, if routing weights can be scaled by it, and tokens' gradients back.
 
         It then costs a pass over the routing weights and none over the experts' gradients. A power of two changes no
-        bit of a mantissa; float16 might lose small numbers.
+        bit of a mantissa; float16, in products or on the way home, might lose small numbers.
         """
         ranks = self.engine.comms.averaged_over
-        exact = ranks & (ranks - 1) == 0 and dtype != torch.float16
+        exact = ranks & (ranks - 1) == 0 and torch.float16 not in dtypes
         return 1 / ranks if exact and self.trained else 1.0
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        """In which gradients go home."""
+        return self.engine.reduce_dtype or next(iter((self.trained or self.homes).values())).parameter.dtype
 
     def _send_home(self, run: Run, grads: Weights, share: float) -> None:
         if not grads:
             return
         engine, homes = self.engine, self.trained
-        dtype = engine.reduce_dtype or next(iter(homes.values())).parameter.dtype
         comms = engine.comms
         scale = 1 / comms.averaged_over / share
-        told = comms.weights, comms.replicas, dtype, scale, engine.unsharder.nodes
+        told = comms.weights, comms.replicas, self._reduce_dtype, scale, engine.unsharder.nodes
         engine.returns.push(start_reshard(homes, grads, run.table, *told))
 
 

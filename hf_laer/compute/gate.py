@@ -73,7 +73,7 @@ class Gate:
             bias: ``[S, 2I]`` or ``None``.
             slot: int64 ``[A]``, each row's slot.
         """
-        if self.fused is not None and usable(up):
+        if self.fused is not None and _takes(up):
             from hf_laer.compute.kernels.gate import gate_forward
 
             return gate_forward(up, bias, slot, **vars(self.fused))
@@ -92,7 +92,7 @@ class Gate:
 
         ``grad_act`` ``[A, I]`` is not yet weighted, and is overwritten; so is ``up`` where it may be.
         """
-        if self.fused is not None and usable(up):
+        if self.fused is not None and _takes(up):
             from hf_laer.compute.kernels.gate import gate_backward
 
             found = gate_backward(up, bias, slot, grad_act, gates, overwrite_up=may_overwrite_up, **vars(self.fused))
@@ -127,6 +127,11 @@ def recognize(function: Callable[[torch.Tensor], torch.Tensor], alpha: float, li
         if want.shape == (8, 12) and torch.allclose(gate.reference(probe), want, rtol=1e-5, atol=1e-6):
             return gate
     return None
+
+
+def _takes(up: torch.Tensor) -> bool:
+    """Whether the kernels can: they compute in float32."""
+    return usable(up) and up.itemsize <= torch.float32.itemsize
 
 
 def _biased(up: torch.Tensor, bias: torch.Tensor | None, slot: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,12 @@ from .types import EMPTY, Placement
 LARGEST_PRODUCT = 2**62
 
 
-def check_loads(loads: np.ndarray) -> np.ndarray:
+def check_loads(loads: np.ndarray, num_ranks: int | None = None) -> np.ndarray:
     """Tokens per source rank and expert as int64 ``[N, E]``, C-contiguous.
 
     Args:
         loads: ``[N, E]`` integers, or floats with whole values.
+        num_ranks: The ranks to plan for; ``None`` means N.
 
     Raises:
         ValueError: Wrong shape, NaN, infinite, fractional or negative values, or a total beyond int64
@@ -25,13 +26,14 @@ def check_loads(loads: np.ndarray) -> np.ndarray:
     if loads.ndim != 2 or 0 in loads.shape:
         raise ValueError(f"loads must be [ranks, experts] with at least one of each, got shape {loads.shape}")
     loads = _whole_numbers("loads", loads)
-    negative, fits = _scan(loads, (LARGEST_PRODUCT - 1) // loads.shape[0])
+    ranks = loads.shape[0] if num_ranks is None else max(int(num_ranks), 1)
+    negative, fits = _scan(loads, (LARGEST_PRODUCT - 1) // ranks)
     if negative >= 0:
         rank, expert = divmod(negative, loads.shape[1])
         raise ValueError(f"loads must not be negative: rank {rank}, expert {expert} has {loads[rank, expert]}")
     if not fits:
         total = sum(map(int, loads.ravel()))
-        raise ValueError(f"loads sum to {total} on {loads.shape[0]} ranks: total * ranks must stay below 2**62")
+        raise ValueError(f"loads sum to {total} on {ranks} ranks: total * ranks must stay below 2**62")
     return loads
 
 
@@ -61,7 +63,7 @@ def check_history(loads: np.ndarray, num_ranks: int) -> np.ndarray:
     """
     loads = np.asarray(loads)
     if loads.ndim == 1:
-        return check_loads(loads[None, :])
+        return check_loads(loads[None, :], num_ranks)
     loads = check_loads(loads)
     if loads.shape[0] != num_ranks:
         raise ValueError(f"loads come from {loads.shape[0]} ranks, the placement is for {num_ranks}")

@@ -59,7 +59,8 @@ def staged_bytes(homes: dict[str, Home], slots: int, ranks: int, dtype: torch.dt
         dtype: Of the slots.
     """
     layouts = [home.layout for home in homes.values()]
-    cut = all(len(layout.experts[0]) == layout.shape[0] for layout in layouts)
+    # Not the first rank, which also owns a single expert whole.
+    cut = all(len(layout.experts[-1]) == layout.shape[0] for layout in layouts)
     few = slots * len(layouts) * (ranks - 1) <= MOST_COPIES
     return _places(homes, dtype)[1] if cut and few else 0
 

@@ -17,6 +17,7 @@ from hf_laer import LaerConfig, patch_model
 from hf_laer import strategy as strategy_module
 from hf_laer.compute import grouped_gemm
 from hf_laer.integrations.transformers import expert_parameters, get_engine
+from hf_laer.layer import MoELayer
 from hf_laer.plan import Plan
 from tests.engine.cases import (
     average_dense_gradients,
@@ -298,6 +299,26 @@ def _half_expected(
         if len(found) == steps:
             break
     return plain.state_dict(), found
+
+
+def shares(dtypes: list[tuple[str | None, str | None]]) -> list[float]:
+    """What routing weights are scaled by in backward, for dtypes of products and of gradients on their way."""
+    asked: list[float] = []
+    share = MoELayer._share
+
+    def noted(layer: MoELayer, *told: torch.dtype) -> float:
+        asked.append(share(layer, *told))
+        return asked[-1]
+
+    found = []
+    for compute_dtype, reduce_dtype in dtypes:
+        model = patched(tiny_model("mixtral"), strategy="llep", compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+        asked.clear()
+        with patch.object(MoELayer, "_share", noted):
+            loss_of(model, batch_of(dist.get_rank())).backward()
+        assert len(set(asked)) == 1
+        found.append(asked[0])
+    return found
 
 
 def mesh_and_state() -> None:

@@ -44,6 +44,24 @@ def refused() -> int:
     return warned.call_count
 
 
+def single(strategy: str) -> int:
+    """One expert equals the unpatched model's.
+
+    Returns:
+        How often it was read from memory.
+    """
+    sizes, pulled = {"num_local_experts": 1, "num_experts_per_tok": 1}, []
+    begin = Pull.__init__
+
+    def counting(pull: Pull, *args: Any) -> None:
+        pulled.append(pull)
+        begin(pull, *args)
+
+    with patch.object(Pull, "__init__", counting):
+        cases.equal_to_unpatched("mixtral", {"strategy": strategy, "peer_memory": True}, changes=sizes, steps=2)
+    return len(pulled)
+
+
 def _trained_once(model: nn.Module) -> dict[str, torch.Tensor]:
     cases.loss_of(model, cases.batch_of(dist.get_rank())).backward()
     return cases.expected("mixtral", 0).gradients

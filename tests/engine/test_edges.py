@@ -105,5 +105,13 @@ def test_bfloat16_error(ranks, strategy: str, family: str) -> None:
         assert ours <= 1.5 * theirs + 1e-3, f"{name}: {ours:.2e} against the unpatched model's {theirs:.2e}"
 
 
+def test_where_the_mean_is_taken(ranks) -> None:
+    """On the routing weights, unless numbers are of 16 bits with a narrow exponent or the ranks are no power of two."""
+    half = [("float16", None), ("float16", "float32"), ("bfloat16", "float16"), (None, "float16")]
+    told = {"dtypes": [(None, None), ("bfloat16", "bfloat16"), *half]}
+    assert ranks(2).run(cases_edges.shares, **told) == [[0.5, 0.5, 1, 1, 1, 1]] * 2
+    assert ranks(3).run(cases_edges.shares, **told) == [[1] * 6] * 3
+
+
 def test_model_stays_itself(ranks) -> None:
     ranks(4).run(cases_edges.mesh_and_state)

@@ -42,6 +42,32 @@ def check_gates() -> None:
             _check_half_gates(fused, up, bias, slot, grad, gates)
 
 
+def check_gates_of_any_layout() -> None:
+    """Words that begin at an odd place, a single row of a wider one, and numbers that are too wide for words."""
+    from hf_laer import compute
+    from hf_laer.compute.kernels.gate import gate_backward, gate_forward
+
+    torch.manual_seed(0)
+    slot, bias = torch.tensor([1]), torch.randn(2, 6)
+    flat = torch.randn(1 + 6)
+    for fused in GATES:
+        gate, reference = Gate(fused.reference, fused), Gate(fused.reference)
+        for up in (flat[1:].view(1, 6), flat.as_strided((1, 6), (7, 1)), flat[1:].double().view(1, 6)):
+            base, grad, gates = bias.to(up.dtype), torch.ones(1, 3, dtype=up.dtype), torch.rand(1)
+            want = reference.forward(up, base, slot), *reference.backward(up, base, slot, grad.clone(), gates)
+            if up.dtype == torch.float64:
+                with patch.object(compute.gate, "usable", lambda tensor: True):
+                    got = gate.forward(up, base, slot), *gate.backward(up, base, slot, grad.clone(), gates)
+            else:
+                again = gate_backward(up.clone(), base, slot, grad.clone(), gates, overwrite_up=True, **vars(fused))
+                got = gate_backward(up, base, slot, grad.clone(), gates, **vars(fused))
+                for ours, theirs in zip(again, got, strict=True):
+                    torch.testing.assert_close(ours, theirs)
+                got = gate_forward(up, base, slot, **vars(fused)), *got
+            for ours, theirs in zip(got, want, strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
 def _check_half_gates(
     fused: FusedGate,
     up: torch.Tensor,
@@ -212,7 +238,7 @@ def _check_sums(dtype: torch.dtype, before: float, parts: list[Part]) -> None:
 
 
 CHECKS = ["check_gates", "check_rows", "check_routing", "check_compiled_once", "check_retained_graph", "check_copies"]
-CHECKS += ["check_sums"]
+CHECKS += ["check_sums", "check_gates_of_any_layout"]
 
 
 @pytest.fixture(scope="module")

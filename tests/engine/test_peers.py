@@ -39,6 +39,13 @@ def test_memory_that_one_rank_cannot_share(ranks) -> None:
     assert ranks(3).run(cases_peers.refused) == [0, 0, 1]
 
 
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_a_single_expert(ranks, strategy: str) -> None:
+    """Whole with the first rank, or cut over both: only the latter is read from memory."""
+    for pulled in ranks(2).run(cases_peers.single, strategy=strategy):
+        assert (pulled > 0) == (strategy == "fsep")
+
+
 @pytest.mark.parametrize("peer_memory", [False, True])
 def test_two_models_in_one_loss(ranks, peer_memory: bool) -> None:
     ranks(2).run(cases_peers.several, peer_memory=peer_memory)

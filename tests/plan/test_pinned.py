@@ -111,3 +111,16 @@ def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="1 slots"):
         fsep_placement(np.ones(4, np.int64), 2, 1)
     assert isinstance(fsep_placement(np.zeros(4, np.int64), 2, 3), Placement)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_loads_without_their_ranks_have_the_same_limit(ranks):
+    """The total of all ranks times their number fits int64, or is refused; at the limit the hottest has most copies."""
+    limit = (2**62 - 1) // ranks
+    load = np.array([limit - 9, 3, 3, 3])
+    slots = fsep_placement(load, ranks, 3).slots
+    copies = np.bincount(slots[slots != EMPTY], minlength=4)
+    assert copies[0] == copies.max() == ranks
+    for place in (fsep_placement, laer_placement):
+        with pytest.raises(ValueError, match=f"on {ranks} ranks"):
+            place(load + (load == load.max()), ranks, 3)

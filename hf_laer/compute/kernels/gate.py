@@ -111,11 +111,18 @@ def _backward_kernel(
     tl.store(grad_gates + row, tl.sum(by_gate))
 
 
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """``[n, 2I]`` without gaps that begins where a word does; a copy if it did not."""
+    rows = rows.contiguous()
+    odd = (rows.storage_offset() | rows.stride(0)) % 2
+    return rows.clone(memory_format=torch.contiguous_format) if odd else rows
+
+
 def _words(rows: torch.Tensor | None, interleaved: bool) -> torch.Tensor | None:
     """``[n, 2I]`` as pairs ``[n, I]`` where gate and up alternate."""
     if rows is None or not interleaved:
         return rows
-    return rows.contiguous().view(_WORDS[rows.element_size()])
+    return _in_words(rows).view(_WORDS[rows.element_size()])
 
 
 def gate_forward(
@@ -157,7 +164,7 @@ def gate_backward(
     The activation is written over ``grad_act``, the gradient over ``up`` if that is allowed.
     """
     rows, half = up.shape[0], up.shape[1] // 2
-    up, weighted = up.contiguous(), grad_act.contiguous()
+    up, weighted = _in_words(up), grad_act.contiguous()
     grad_up = up if overwrite_up else torch.empty_like(up)
     grad_gates = torch.empty(rows, dtype=torch.float32, device=up.device)
     if rows:
