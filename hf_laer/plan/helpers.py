@@ -17,12 +17,12 @@ import numpy as np
 from ._jit import kernel
 from .network import Network
 
-# Of the experts and ranks that look best by what they hold themselves, so many are looked at to the end: more for the
-# first helpers than for further ones, as each is looked for while the ranks wait.
-TRIED, THEN = 8, 2
-FEW = 6
-# Of the ways to or from one of them, so many are followed: a longer look takes longer and changes little.
-PATHS = 16
+# Of the experts and ranks that look best by what they hold themselves, so many are looked at to the end; of the ways to
+# or from one of them, so many are followed: a longer look takes longer and changes little. More for the first helpers
+# than for further ones, as each is looked for while the ranks wait: over 1024 ranks there may be a thousand.
+FEW, TRIED, PATHS = 6, 8, 16
+MANY, THEN = 64, 2
+LAST, LAST_PATHS = 1, 2
 FOLLOWED = 1 << 60
 NOWHERE = -1
 
@@ -92,10 +92,11 @@ def _found(net: Network, target: int, most: int) -> tuple[Links, int]:
             return links, count
         if count == most:
             return links, -1
-        tried = TRIED if count < FEW else THEN
-        expert, giver, given = _expert_to_fetch(links, target, excess, tried)
+        tried = TRIED if count < FEW else THEN if count < MANY else LAST
+        paths = PATHS if count < MANY else LAST_PATHS
+        expert, giver, given = _expert_to_fetch(links, target, excess, tried, paths)
         # A rank that none of the excess reaches, so one that does not hold the expert.
-        taker = _rank_to_help(links, target, given, net.node, net.node[giver], helped, tried)
+        taker = _rank_to_help(links, target, given, net.node, net.node[giver], helped, tried, paths)
         at = len(net.rank) + count
         _link(links, at, taker, expert)
         helped[taker] += 1
@@ -213,7 +214,7 @@ def _search(
 
 
 @kernel
-def _expert_to_fetch(links: Links, target: int, excess: int, tries: int) -> tuple[int, int, int]:
+def _expert_to_fetch(links: Links, target: int, excess: int, tries: int, paths: int) -> tuple[int, int, int]:
     """The expert that most of the excess can be brought to, the rank above the target with most of its tokens, and how
     much that is; of alike ones the one with most tokens on such ranks.
     """
@@ -234,7 +235,7 @@ def _expert_to_fetch(links: Links, target: int, excess: int, tries: int) -> tupl
         if direct[expert] <= 0:
             break
         direct[expert] = 0
-        found = _flow(links, links.quota.copy(), links.held.copy(), target, NOWHERE, expert, PATHS)
+        found = _flow(links, links.quota.copy(), links.held.copy(), target, NOWHERE, expert, paths)
         if found > given:
             best, given = expert, found
         if given == excess:
@@ -244,7 +245,14 @@ def _expert_to_fetch(links: Links, target: int, excess: int, tries: int) -> tupl
 
 @kernel
 def _rank_to_help(
-    links: Links, target: int, given: int, node: np.ndarray, near: int, helped: np.ndarray, tries: int
+    links: Links,
+    target: int,
+    given: int,
+    node: np.ndarray,
+    near: int,
+    helped: np.ndarray,
+    tries: int,
+    paths: int,
 ) -> int:
     """The rank that can make most room, up to ``given`` tokens; of alike ones with the fewest helpers, then on the node
     ``near``, then with the least tokens.
@@ -265,7 +273,7 @@ def _rank_to_help(
         held[rank] = max(target, held[rank])
         found = target - links.held[rank]
         if found < given:
-            found += _flow(links, links.quota.copy(), held, target, rank, NOWHERE, PATHS)
+            found += _flow(links, links.quota.copy(), held, target, rank, NOWHERE, paths)
         found = min(found, given)
         alike = found == room and best >= 0
         fewer = alike and helped[rank] < helped[best]

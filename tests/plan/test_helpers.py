@@ -121,3 +121,17 @@ def test_helpers_on_the_own_node_come_first():
     for width, best in ((2, 3), (4, 0)):
         plan = fsep_llep(loads, Placement(slots), width, capacity_factor=2.2, min_tokens_per_gemm=1)
         assert np.flatnonzero((plan.placement.slots == 2).any(axis=1)).tolist() == sorted({2, best})
+
+
+def test_many_helpers_are_no_more_than_are_needed():
+    """Every token goes to four experts: each rank without one of them has to fetch one, and few fetch a second."""
+    ranks, experts = 200, 40
+    totals = np.full(experts, 3)
+    totals[:4] = 100_000
+    loads = totals // ranks + (np.arange(ranks)[:, None] < totals % ranks)
+    placement = fsep_placement(np.roll(totals, 20), ranks, 1, 8)
+    plan = fsep_llep(loads, placement, 8, min_tokens_per_gemm=1)
+    check_plan(plan, loads)
+    assert plan.rank_loads.max() <= -(-loads.sum() // ranks)
+    without = ranks - int(np.isin(placement.slots, range(4)).sum())
+    assert without <= helpers(plan, placement) <= 1.02 * without
