@@ -28,28 +28,32 @@ def stream_ranges(
     rank_of, slot_of, end = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
     ranges = np.zeros(experts + 1, np.int64)
     own, near, far = quota.copy(), np.zeros_like(quota), np.zeros_like(quota)
-    count = 0
+    count, of_expert = 0, np.ascontiguousarray(loads.T)
     for expert in range(experts):
-        start, stop = first[expert], first[expert + 1]
+        start, stop, sent = first[expert], first[expert + 1], of_expert[expert]
         if stop - start == 1:
             rank_of[count], slot_of[count], end[count] = rank[start], slot[start], quota[start]
             count += 1
         elif stop > start:
-            _share(loads[:, expert], rank, start, stop, width, own, near, far)
+            _share(sent, rank, start, stop, width, own, near, far)
             after, close, away, begin = start, start, start, 0
+            node_stop = 0
             for source in range(ranks):
-                tokens, node = loads[source, expert], source // width
+                if source == node_stop:
+                    # A node begins: its first replica.
+                    node_stop += width
+                    while close < stop and rank[close] < source:
+                        close += 1
+                tokens = sent[source]
                 while after < stop and rank[after] < source:
                     after += 1
-                while close < stop and rank[close] // width < node:
-                    close += 1
                 if after < stop and rank[after] == source:
                     begin, tokens = begin + own[after], tokens - own[after]
                     count = emit(rank_of, slot_of, end, count, ranges[expert], source, slot[after], own[after], begin)
                 while tokens > 0:
-                    while close < stop and rank[close] // width == node and near[close] == 0:
+                    while close < stop and rank[close] < node_stop and near[close] == 0:
                         close += 1
-                    here = close < stop and rank[close] // width == node
+                    here = close < stop and rank[close] < node_stop
                     while not here and far[away] == 0:
                         away += 1
                     at, left = (close, near) if here else (away, far)
