@@ -17,7 +17,7 @@ from hf_laer.comm.base import Communicator
 from hf_laer.compute.routing import Counted, Leaving, Shares, leave
 from hf_laer.layer import MoELayer
 from hf_laer.plan import chunk_owners
-from hf_laer.strategy import needs_loads, relays
+from hf_laer.strategy import relays
 from hf_laer.tuner import LayerTuner
 
 
@@ -45,7 +45,7 @@ def leave_early(
         top_k_weights: ``[T, K]``, routing weights.
         counted: The choices, counted.
     """
-    if relays(layer.config) or not needs_loads(layer.config) or not layer.unspilled:
+    if relays(layer.config) or not layer.unspilled:
         return None
     shares = _shares_of_owners(layer.spec.num_experts, ranks, top_k_index.device)
     return leave(top_k_index, top_k_weights, shares, counted)

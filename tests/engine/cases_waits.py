@@ -19,7 +19,7 @@ TOKENS = (5, 0, 9, 1)
 
 
 def waits(strategy: str, routings: str, **config: Any) -> list[int]:
-    """One step per letter, ``s``\\ pread, ``h``\\ ot or ``1`` (every token to one expert): waits of each forward.
+    """How often each forward waits, one step per letter: ``s`` is spread routing, ``h`` and ``1`` have hot experts.
 
     Output and every gradient equal the unpatched block's in each.
     """
