@@ -81,7 +81,7 @@ def tell(
     if len(parts) == 1:
         return Told(told, None)
     at = len(loads) + (0 if leaving is None else ranks)
-    for tuner, pair in zip(tuners, np.split(told[:, at:], max(len(tuners), 1), axis=1), strict=False):
-        tuner.agree(*pair.T)
+    for nth, tuner in enumerate(tuners):
+        tuner.agree(*told[:, at + 2 * nth :][:, :2].T)
     rows = None if leaving is None else np.diff(told[:, len(loads) : at], prepend=0)
     return Told(np.ascontiguousarray(told[:, : len(loads)]), rows)

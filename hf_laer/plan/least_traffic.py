@@ -22,12 +22,8 @@ PRICE = 1 << 20
 
 
 @kernel
-def level_cheaply(net: Network, target: int, in_turn: bool) -> None:
-    """Moves quotas until no rank holds more than ``target``, or as near to that as the placement allows.
-
-    Where the placement may not allow it, ranks must have their turn ``in_turn``, cheapest first: what is left over
-    then stays where it is dearest to move.
-    """
+def level_cheaply(net: Network, target: int) -> None:
+    """Moves quotas until no rank holds more than ``target``, or as near to that as the placement allows."""
     ranks, experts = len(net.held), len(net.first) - 1
     price, queue, later = np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     # The price at an expert's cheapest replica in a node, and at its cheapest in any, as a token from elsewhere pays.
@@ -35,8 +31,7 @@ def level_cheaply(net: Network, target: int, in_turn: bool) -> None:
     _free_steps(net, target)
     while net.held.max() > target:
         lowest = _prices(net, target, price, near, far, queue, later)
-        highest = lowest // PRICE * PRICE + PRICE if in_turn else FAR
-        if lowest == FAR or not _fill(net, target, highest, price, near, far):
+        if lowest == FAR or not _fill(net, target, price, near, far):
             return
 
 
@@ -176,8 +171,8 @@ def _dearest(held: np.ndarray, price: np.ndarray, target: int) -> int:
 
 
 @kernel
-def _fill(net: Network, target: int, highest: int, price: np.ndarray, near: np.ndarray, far: np.ndarray) -> bool:
-    """Ranks above ``target`` whose price is below ``highest`` hand tokens down the prices; whether any moved.
+def _fill(net: Network, target: int, price: np.ndarray, near: np.ndarray, far: np.ndarray) -> bool:
+    """Ranks above ``target`` hand tokens down the prices; whether any moved.
 
     A blocking flow by depth-first search: each dead end is entered once.
     """
@@ -188,7 +183,7 @@ def _fill(net: Network, target: int, highest: int, price: np.ndarray, near: np.n
     moved = False
     for start in range(len(price)):
         at, hops = start, 0
-        while held[start] > target and price[start] < highest:
+        while held[start] > target and price[start] < FAR:
             found = _taker(net, at, price, near, far, dead, slot_of, taker_near, taker_far)
             if found >= 0:
                 gave[hops], took[hops] = net.at_slot[at, slot_of[at]], found

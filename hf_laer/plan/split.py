@@ -81,6 +81,6 @@ def level_exactly(net: Network, loads: np.ndarray, slack: int) -> None:
         level(net, own, slack)
         return
     target = level(copied(net), own, slack)
-    level_cheaply(net, target, False)
+    level_cheaply(net, target)
     if net.held.max() > target:
         level(net, own, slack)

@@ -119,10 +119,10 @@ def _in_words(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _words(rows: torch.Tensor | None, interleaved: bool) -> torch.Tensor | None:
-    """``[n, 2I]`` as pairs ``[n, I]`` where gate and up alternate."""
-    if rows is None or not interleaved:
-        return rows
-    return _in_words(rows).view(_WORDS[rows.element_size()])
+    """``[n, 2I]`` without gaps, as pairs ``[n, I]`` where gate and up alternate."""
+    if rows is None:
+        return None
+    return _in_words(rows).view(_WORDS[rows.element_size()]) if interleaved else rows.contiguous()
 
 
 def gate_forward(
@@ -140,7 +140,7 @@ def gate_forward(
     act = up.new_empty(rows, half)
     if act.numel():
         block = min(1024, triton.next_power_of_2(half))
-        tensors = _words(up.contiguous(), interleaved), _words(bias, interleaved), slot, act
+        tensors = _words(up, interleaved), _words(bias, interleaved), slot, act
         constants = half, interleaved, clamped, block
         launch(_forward_kernel, (rows, triton.cdiv(half, block)), tensors, (float(alpha), float(limit)), constants)
     return act
