@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hf_laer.compute.gate import FusedGate, Gate, recognize
+from hf_laer.compute.kernels.launch import launch
 from hf_laer.compute.rows import gather_sum, places
 from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
 from tests.engine.cases_routing import KINDS, check_exchange
@@ -256,6 +257,40 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_kernel_equals_reference(faults: dict[str, str], check: str) -> None:
     assert not faults[check], faults[check]
+
+
+class _Kernel:
+    """In place of a kernel: counts how often it is compiled, and notes the launches after that."""
+
+    def __init__(self) -> None:
+        self.compiled, self.launches = 0, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *told, **options: self._compile()
+
+    def _compile(self) -> Any:
+        self.compiled += 1
+        noted = self.launches
+
+        class Launcher:
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                return lambda *told: noted.append((grid, told))
+
+        return Launcher()
+
+
+def test_compiled_kernels_get_addresses() -> None:
+    """And one that was compiled for other dtypes, alignments, constants or options is not taken."""
+    kernel, flat, more = _Kernel(), torch.zeros(64), torch.zeros(4, dtype=torch.int64)
+    usual = flat[4:], None, more
+    launch(kernel, (3,), usual, (5,), (7,), num_warps=4)
+    launch(kernel, (2, 9), usual, (6,), (7,), num_warps=4)
+    assert kernel.launches == [((2, 9, 1), (flat.data_ptr() + 16, None, more.data_ptr(), 6, 7))]
+    others = (flat[5:], None, more), (flat[4:], more, more), (flat[4:].int(), None, more)
+    for tensors, constant, warps in [(usual, 8, 4), (usual, 7, 8), *((one, 7, 4) for one in others)]:
+        before = kernel.compiled
+        launch(kernel, (3,), tensors, (5,), (constant,), num_warps=warps)
+        assert kernel.compiled == before + 1
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# By all that a kernel is compiled for.
+# By all that a kernel is compiled for. Kernels live as long as the program; to hash one takes half a microsecond.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -32,11 +32,14 @@ def launch(
         constants: The rest.
         options: Triton's own.
     """
+    # Of a number a launcher believes that it is an address, which it would ask a tensor and the driver for.
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    aligned = [address is None or address & 15 == 0 for address in addresses]
     device = next(tensor.get_device() for tensor in tensors if tensor is not None)
-    told = [tensor if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
-    key = (kernel, device, *told, *constants, *options.items())
+    key = (id(kernel), device, *dtypes, *aligned, *constants, *options.items())
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*tensors, *numbers, *constants, **options)
     else:
-        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
+        compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *constants)
