@@ -478,15 +478,15 @@ class Engine:
         top_k: int,
     ) -> None:
         """Feeds tuner, recorder and watcher; only ever with a training micro-batch's first forward."""
-        if relays(layer.config):
-            self._tuner(layer).observe(loads, plans)
+        tuner = self._tuner(layer) if relays(layer.config) else None
+        if tuner is not None:
+            tuner.observe(loads, plans)
         held = holders_of(plans, layer.spec.num_experts)
         before, self._held[layer.name] = self._held.get(layer.name, held), held
         step = self._steps[layer.name] = self._steps.get(layer.name, -1) + 1
-        record = record_of(layer.name, step, held, before, group, plans, mine)
-        forecast = self._tuner(layer).forecast if relays(layer.config) else ""
-        strategy = layer.config.strategy
-        self.recorder.add(replace(record, plan_seconds=seconds, forecast=forecast, strategy=strategy))
+        about = layer.name, step, held, before, group, plans, mine
+        forecast, strategy = "" if tuner is None else tuner.forecast, layer.config.strategy
+        self.recorder.add(record_of(*about, plan_seconds=seconds, forecast=forecast, strategy=strategy))
         if self.watcher is not None:
             self.watcher(layer.name, self._everyones(counts), top_k)
 

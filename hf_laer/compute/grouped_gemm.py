@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 _ALIGNMENT_BYTES = 16
@@ -40,16 +42,16 @@ class Arrangement(NamedTuple):
 
     counts: Sequence[int]
     stacks: tuple[int, ...]
-    order: list[int]
+    order: Sequence[int]
     alone: frozenset[int]
 
     @classmethod
     def of(cls, counts: Sequence[int], stacks: tuple[int, ...], least: int | None) -> Arrangement:
         """Groups of at least ``least`` rows are alone; ``None``: none is."""
         slots = range(len(counts))
-        alone = frozenset(slot for slot in slots if counts[slot] >= least) if least is not None else frozenset()
-        if not alone:
-            return cls(counts, stacks, list(slots), alone)
+        if least is None or max(counts, default=0) < least:
+            return cls(counts, stacks, slots, frozenset())
+        alone = frozenset(slot for slot in slots if counts[slot] >= least)
         order, start = [], 0
         for size in stacks:
             # Stable: in each half by slot.
@@ -57,23 +59,25 @@ class Arrangement(NamedTuple):
             start += size
         return cls(counts, stacks, order, alone)
 
-    def places(self) -> list[int]:
-        """Each slot's place in the order."""
-        places = [0] * len(self.order)
-        for place, slot in enumerate(self.order):
-            places[slot] = place
+    def places(self) -> np.ndarray:
+        """int64 ``[S]``: each slot's place in the order."""
+        places = np.arange(len(self.order))
+        if self.alone:
+            places[self.order] = places.copy()
         return places
 
-    def ends(self) -> list[int]:
-        """Where each slot's rows end among those of its stack that are multiplied together."""
-        ends, start = [], 0
-        for size in self.stacks:
-            end = 0
-            for slot in range(start, start + size):
-                end += 0 if slot in self.alone else self.counts[slot]
-                ends.append(end)
+    def ends(self) -> np.ndarray:
+        """int64 ``[S]``: where each slot's rows end among those of its stack that are multiplied together."""
+        together = np.array(self.counts, np.int64)
+        if self.alone:
+            together[list(self.alone)] = 0
+        ends, start = together.cumsum(), 0
+        of_stacks = ends.copy() if len(self.stacks) > 1 else ends
+        for size in self.stacks[:-1]:
             start += size
-        return ends
+            if start:
+                of_stacks[start:] = ends[start:] - ends[start - 1]
+        return of_stacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +89,38 @@ class Stretch:
         together: One past the last of those that are multiplied in one call.
         stop: One past the last.
         ends: int32 ``[S']``, where each slot's rows among these end, counted from ``start``.
-        each: Slot in the stack, first row and one past the last, of every slot that has rows.
-        alone: Of these, the ones that are multiplied alone.
+        slots: The stack's, as their rows lie, counted in all stacks.
+        first: The stack's first.
+        counts: Rows of each slot of all stacks.
+        many_alone: How many of these slots are multiplied alone; they come last.
     """
 
     start: int
     together: int
     stop: int
     ends: torch.Tensor
-    each: list[tuple[int, int, int]]
-    alone: list[tuple[int, int, int]]
+    slots: Sequence[int]
+    first: int
+    counts: Sequence[int]
+    many_alone: int
+
+    @cached_property
+    def each(self) -> list[tuple[int, int, int]]:
+        """Slot in the stack, first row and one past the last, of every slot that has rows."""
+        return self._rows_of(self.slots, self.start)
+
+    @cached_property
+    def alone(self) -> list[tuple[int, int, int]]:
+        """Of these, the ones that are multiplied alone."""
+        return self._rows_of(self.slots[len(self.slots) - self.many_alone :], self.together)
+
+    def _rows_of(self, slots: Sequence[int], start: int) -> list[tuple[int, int, int]]:
+        found, stop = [], start
+        for slot in slots:
+            start, stop = stop, stop + self.counts[slot]
+            if start < stop:
+                found.append((slot - self.first, start, stop))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,16 +174,13 @@ class Groups:
             assert not arrangement.alone, "rows lie as other stacks want them"
             arrangement = arrangement._replace(stacks=stacks)
             ends = _on(ends.device, arrangement.ends())
-        found, slots, start = [], 0, 0
+        found, slots, start, counts = [], 0, 0, arrangement.counts
         for size in stacks:
-            each, stop, together = [], start, start
-            for slot in arrangement.order[slots : slots + size]:
-                first, stop = stop, stop + arrangement.counts[slot]
-                if first < stop:
-                    each.append((slot - slots, first, stop))
-                together = together if slot in arrangement.alone else stop
-            alone = [one for one in each if one[0] + slots in arrangement.alone]
-            found.append(Stretch(start, together, stop, ends[slots : slots + size], each, alone))
+            each, every = range(slots, slots + size), arrangement.order[slots : slots + size]
+            alone = [slot for slot in each if slot in arrangement.alone] if arrangement.alone else []
+            stop = start + sum(counts[slots : slots + size])
+            together = stop - sum(counts[slot] for slot in alone)
+            found.append(Stretch(start, together, stop, ends[slots : slots + size], every, slots, counts, len(alone)))
             slots, start = slots + size, stop
         return found
 
@@ -227,8 +250,8 @@ def _rows_outer(left: torch.Tensor, right: torch.Tensor, stretch: Stretch) -> to
     return out
 
 
-def _on(device: torch.device, ends: list[int]) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+def _on(device: torch.device, ends: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
 
 
 def _sizes(stacks: Stacks) -> tuple[int, ...]:

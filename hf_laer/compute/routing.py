@@ -110,8 +110,7 @@ def shares_and_rows(
 
 
 def _own_rows(own: OwnPart, arrangement: Arrangement) -> tuple[np.ndarray, ...]:
-    rows = (np.array(numbers, np.int64) for numbers in (arrangement.places(), arrangement.ends()))
-    return own.sent.cumsum(), own.received.cumsum(), *rows
+    return own.sent.cumsum(), own.received.cumsum(), arrangement.places(), arrangement.ends()
 
 
 def _packed(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:

@@ -108,7 +108,7 @@ def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: f
     if usable(into):
         from hf_laer.compute.kernels import segments
 
-        if segments.takes(into, [part.blocks.view for part in parts]):
+        if segments.takes(into, parts):
             segments.add_parts(into, parts, before, scale)
             return
     total = into if into.dtype in (torch.float32, torch.float64) else into.float()

@@ -8,14 +8,12 @@ times in a step. Which is faster depends on the sizes, so the cost model has to 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ._jit import kernel
 from .chunks import add_chunks, chunks_above
-from .fixed import ep
-from .llep import limits, llep
+from .fixed import at_owners
+from .llep import Limits, limits, spilling
 from .order import descending
 from .owners import owner_slots
 from .ranges import stream_ranges
@@ -46,8 +44,12 @@ def llep_at_home(
     Raises:
         ValueError: As :func:`llep`.
     """
-    limit = limits(loads, owners, capacity_factor, min_tokens_per_gemm, ranks_per_node)
-    slots, first, rank, slot, end, spilled = _spill(*limit)
+    return _at_home(limits(loads, owners, capacity_factor, min_tokens_per_gemm, ranks_per_node))
+
+
+def _at_home(limit: Limits) -> Plan:
+    kept = limit._replace(totals=limit.totals.copy(), native=limit.native.copy())
+    slots, first, rank, slot, end, spilled = _spill(*kept)
     return Plan(Placement(slots), Split(first, rank, slot, end), spilled=int(spilled))
 
 
@@ -63,13 +65,9 @@ def spilling_plans(
     """What a cost model has to choose from where experts live whole: :func:`ep`'s plan, and where something is to be
     spilled :func:`llep`'s and :func:`llep_at_home`'s too; for arguments and errors see these.
     """
-    told: dict[str, Any] = {
-        "capacity_factor": capacity_factor,
-        "min_tokens_per_gemm": min_tokens_per_gemm,
-        "ranks_per_node": ranks_per_node,
-    }
-    plan = llep(loads, owners, imbalance_threshold=imbalance_threshold, **told)
-    return (ep(loads, owners), plan, llep_at_home(loads, owners, **told)) if plan.spilled else (plan,)
+    limit = limits(loads, owners, capacity_factor, min_tokens_per_gemm, ranks_per_node)
+    plan, plain = spilling(limit, imbalance_threshold), at_owners(limit.loads, limit.owners)
+    return (plain,) if plan is None else (plain, plan, _at_home(limit))
 
 
 @kernel

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .seconds import FIGURES, cost_parts, exchange_of
+from .seconds import FIGURES, cost_figures, cost_parts, exchange_of
 from .topology import Topology
 from .traffic import Traffic
 from .types import EMPTY, Placement, Plan, Prediction
 
 HOMES = ("whole", "sharded", "copies", "resident", "shadowed")
 RECOMPUTE = ("none", "experts", "layer")
+_NO_SLOTS, _NO_OWNERS = np.zeros((0, 0), np.int64), np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,11 @@ def predict(
     Raises:
         ValueError: Unknown home, missing owners, or a plan for another number of ranks than the topology's.
     """
-    times = _times(plan, loads, cost, home, owners, foreseen, moved)
-    sent = Traffic(times.rows[0], times.rows[1], times.rows[2], times.rows[3], times.rows[4], times.foreign)
+    told = _told(plan, loads, cost, home, owners, foreseen)
+    rows, foreign, compute, received, given, exchange, trip, known = cost_parts(*told)
+    most = float(compute.max()), exchange, trip, known, float((received + given).max())
+    times = _times(most, cost, home, foreseen is not None, moved)
+    sent, trips = Traffic(rows[0], rows[1], rows[2], rows[3], rows[4], int(foreign)), _trips(cost, home)
     row_bytes = cost.hidden * cost.value_bytes
     prediction = Prediction(
         seconds=times.compute + times.exchange + times.exposed,
@@ -165,10 +169,10 @@ def predict(
         exchange_seconds=times.exchange,
         weights_exposed_seconds=times.exposed,
         weights_hidden_seconds=times.hidden,
-        bytes_in=(sent.received_near + sent.received_far) * row_bytes * cost.exchanges / 2 + times.received,
-        bytes_out=(sent.sent_near + sent.sent_far) * row_bytes * cost.exchanges / 2 + times.given,
+        bytes_in=(sent.received_near + sent.received_far) * row_bytes * cost.exchanges / 2 + received * trips,
+        bytes_out=(sent.sent_near + sent.sent_far) * row_bytes * cost.exchanges / 2 + given * trips,
         peak_bytes=peak_bytes(plan, sent, cost),
-        foreign_tokens=times.foreign,
+        foreign_tokens=int(foreign),
     )
     return replace(plan, predicted=prediction)
 
@@ -183,93 +187,78 @@ def seconds_of(
     foreseen: Placement | None = None,
 ) -> float:
     """The seconds of :func:`predict` alone, in a fraction of the time: what plans are compared by in a step."""
-    times = _times(plan, loads, cost, home, owners, foreseen, 0.0)
+    most = cost_figures(*_told(plan, loads, cost, home, owners, foreseen))
+    times = _times(most, cost, home, foreseen is not None, 0.0)
     return times.compute + times.exchange + times.exposed
 
 
 class _Times(NamedTuple):
-    """A prediction's seconds, rows ``[5, N]``, and bytes of weights ``[N]``."""
+    """A prediction's seconds."""
 
     compute: float
     exchange: float
     exposed: float
     hidden: float
-    rows: np.ndarray
-    foreign: int
-    received: np.ndarray
-    given: np.ndarray
+
+
+def _trips(cost: CostModel, home: str) -> float:
+    return cost.weight_trips if home != "resident" else int(cost.training)
 
 
 def _times(
-    plan: Plan,
-    loads: np.ndarray,
-    cost: CostModel,
-    home: str,
-    owners: np.ndarray | None,
-    foreseen: Placement | None,
-    moved: float,
+    most: tuple[float, float, float, float, float], cost: CostModel, home: str, foreseen: bool, moved: float
 ) -> _Times:
-    """See :func:`predict`."""
-    ranks = plan.placement.num_ranks
-    if home not in HOMES:
-        raise ValueError(f"home={home!r} is not one of {', '.join(HOMES)}")
-    if ranks != cost.topology.num_ranks:
-        raise ValueError(f"the plan is for {ranks} ranks, the topology has {cost.topology.num_ranks}")
-    if home in ("whole", "shadowed") and owners is None:
-        raise ValueError(f"home={home!r} needs the owners of the experts")
-    rows, foreign, compute, received, given, exchange, trip, known = _parts(plan, loads, cost, home, owners, foreseen)
-    trips = cost.weight_trips if home != "resident" else int(cost.training)
+    """See :func:`predict`; ``most`` as :func:`cost_figures` gives them."""
+    compute, exchange, trip, known, packed = most
+    trips, machine = _trips(cost, home), cost.topology
     # What no one foresaw delays the forward; backward knows the plan and has compute to hide weights under.
     sudden = trip if home in ("whole", "shadowed") else 0.0
-    if foreseen is not None:
+    if foreseen:
         sudden = max(0.0, trip - known)
-    busy = cost.computes * float(compute.max())
+    busy = cost.computes * compute
     weights = trips * trip
     hidden = min(weights - sudden, busy + cost.other_seconds * (3 if cost.training else 1))
     # Master weights and two moments in fp32 beside the weights, over the node's links.
-    moving = moved * 7 * cost.expert_bytes / cost.topology.inter_bandwidth
-    exposed = weights - hidden + moving + trips * _packing_seconds(received, given, cost)
+    moving = moved * 7 * cost.expert_bytes / machine.inter_bandwidth
+    # What is sent is packed, and what arrives is unpacked, on the busiest rank; no product hides it.
+    packing = packed * 2.0 / machine.copy_bandwidth if machine.copy_bandwidth > 0 else 0.0
+    exposed = weights - hidden + moving + trips * packing
     if sudden > 0:
-        exposed += cost.topology.spill_seconds * trips / 3
-    exchanges = cost.exchanges * exchange
-    return _Times(busy, exchanges, exposed, hidden, rows, int(foreign), received * trips, given * trips)
+        exposed += machine.spill_seconds * trips / 3
+    return _Times(busy, cost.exchanges * exchange, exposed, hidden)
 
 
-def _parts(
+def _told(
     plan: Plan,
     loads: np.ndarray,
     cost: CostModel,
     home: str,
     owners: np.ndarray | None,
     foreseen: Placement | None,
-) -> tuple[np.ndarray, int, np.ndarray, np.ndarray, np.ndarray, float, float, float]:
-    """See :func:`cost_parts`."""
-    split, machine = plan.split, cost.topology
-    known = np.zeros((0, 0), np.int64) if foreseen is None else foreseen.slots
-    tables = (np.zeros(0, np.int64) if owners is None else owners, plan.placement.slots, known)
-    owned, slots, ahead = (np.ascontiguousarray(table, np.int64) for table in tables)
-    return cost_parts(
+) -> tuple[Any, ...]:
+    """What :func:`cost_parts` takes; for errors see :func:`predict`."""
+    split, machine, ranks = plan.split, cost.topology, plan.placement.num_ranks
+    if home not in HOMES:
+        raise ValueError(f"home={home!r} is not one of {', '.join(HOMES)}")
+    if ranks != machine.num_ranks:
+        raise ValueError(f"the plan is for {ranks} ranks, the topology has {machine.num_ranks}")
+    if owners is None and home in ("whole", "shadowed"):
+        raise ValueError(f"home={home!r} needs the owners of the experts")
+    return (
         np.ascontiguousarray(loads, np.int64),
         split.first,
         split.rank,
         split.slot,
         split.end,
-        slots,
-        ahead,
-        owned,
+        np.ascontiguousarray(plan.placement.slots, np.int64),
+        _NO_SLOTS if foreseen is None else np.ascontiguousarray(foreseen.slots, np.int64),
+        _NO_OWNERS if owners is None else np.ascontiguousarray(owners, np.int64),
         HOMES.index(home),
         machine.width,
         cost.top_k,
         *machine.curve(),
         cost.figures,
     )
-
-
-def _packing_seconds(received: np.ndarray, given: np.ndarray, cost: CostModel) -> float:
-    """Time to pack what is sent and to unpack what arrives, on the busiest rank; no product hides it."""
-    if cost.topology.copy_bandwidth == 0:
-        return 0.0
-    return float((received + given).max()) * 2.0 / cost.topology.copy_bandwidth
 
 
 def peak_bytes(plan: Plan, rows: Traffic, cost: CostModel) -> np.ndarray:

@@ -25,7 +25,11 @@ def ep(loads: np.ndarray, owners: np.ndarray) -> Plan:
     """
     loads = check_loads(loads)
     ranks, experts = loads.shape
-    owners = check_owners(owners, ranks, experts)
+    return at_owners(loads, check_owners(owners, ranks, experts))
+
+
+def at_owners(loads: np.ndarray, owners: np.ndarray) -> Plan:
+    """:func:`ep` of what has been checked."""
     slots, first, slot_of, totals = _at_owners(loads, owners)
     return Plan(Placement(slots), Split(first, owners, slot_of, totals))
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ._jit import kernel
+
 FORECASTS = ("last", "mean", "ema", "trend")
 # Thousandths of the loads that a placement replaces by their mean, at least and at most.
 HEDGE, HIGHEST_HEDGE = 250, 550
@@ -30,9 +32,20 @@ def forecast(name: str, history: Sequence[np.ndarray]) -> np.ndarray:
     """
     if name not in FORECASTS or not history:
         raise ValueError(f"forecast {name!r} of {len(history)} loads: one of {', '.join(FORECASTS)}, of at least one")
-    weights = _weights(name, len(history))
-    total = sum(int(weight) * loads for weight, loads in zip(weights, history, strict=True))
-    return np.maximum(np.asarray(total, np.int64) // int(weights.sum()), 0)
+    return _weighted(_weights(name, len(history)), np.array(history, np.int64))
+
+
+@kernel
+def _weighted(weights: np.ndarray, history: np.ndarray) -> np.ndarray:
+    """The mean of ``history`` int64 ``[L, N, E]``, rounded down, at least 0; weights may be negative."""
+    found, total = np.zeros(history.shape[1:], np.int64), weights.sum()
+    for at in range(len(weights)):
+        if weights[at] != 0:
+            found += weights[at] * history[at]
+    flat = found.reshape(-1)
+    for at in range(len(flat)):
+        flat[at] = max(flat[at] // total, 0)
+    return found
 
 
 def _weights(name: str, length: int) -> np.ndarray:
@@ -55,8 +68,16 @@ def miss(expected: np.ndarray, loads: np.ndarray) -> int:
 
     Totals over source ranks are compared, in shares, as a placement follows shares.
     """
-    share = [per_expert.sum(0) * 1_000_000 // max(int(per_expert.sum()), 1) for per_expert in (expected, loads)]
-    return int(np.abs(share[0] - share[1]).sum()) // 2
+    return _miss(np.ascontiguousarray(expected, np.int64), np.ascontiguousarray(loads, np.int64))
+
+
+@kernel
+def _miss(expected: np.ndarray, loads: np.ndarray) -> int:
+    off, totals = 0, (max(expected.sum(), 1), max(loads.sum(), 1))
+    for expert in range(loads.shape[1]):
+        shares = expected[:, expert].sum() * 1_000_000 // totals[0], loads[:, expert].sum() * 1_000_000 // totals[1]
+        off += abs(shares[0] - shares[1])
+    return off // 2
 
 
 class Forecaster:
@@ -85,8 +106,9 @@ class Forecaster:
     def observe(self, loads: np.ndarray) -> None:
         """Takes in the loads int64 ``[N, E]`` of one micro-batch."""
         if self.history:
+            history = np.array(self.history, np.int64)
             for name in FORECASTS:
-                now = miss(forecast(name, self.history), loads)
+                now = miss(_weighted(_weights(name, len(history)), history), loads)
                 self.misses[name] += (now - self.misses[name]) // 8
         self.history.append(loads)
 

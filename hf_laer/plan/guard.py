@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -91,6 +90,8 @@ def predicted_seconds(
     foreseen: Placement | None = None,
 ) -> list[float]:
     """What each is predicted to take, in seconds; one that is there twice is asked once. See :func:`cheapest`."""
-    told: dict[str, Any] = {"home": home, "owners": owners, "foreseen": foreseen}
-    known = {plan: seconds_of(plan, loads, cost, **told) for plan in dict.fromkeys(plans)}
+    known: dict[Plan, float] = {}
+    for plan in plans:
+        if plan not in known:
+            known[plan] = seconds_of(plan, loads, cost, home=home, owners=owners, foreseen=foreseen)
     return [known[plan] for plan in plans]

@@ -14,7 +14,7 @@ import numpy as np
 from ._jit import kernel
 from .chunks import add_chunks, chunks_above
 from .cost import CostModel, predict
-from .fixed import ep
+from .fixed import at_owners
 from .guard import no_worse_than_ep
 from .owners import owner_loads, owner_slots
 from .ranges import ends
@@ -65,7 +65,7 @@ def limits(
     owners = check_owners(owners, ranks, experts)
     width = node_width(ranks_per_node, ranks)
     totals, native = owner_loads(loads, owners)
-    total = sum(totals.tolist())
+    total = sum(native.tolist())
     above, below = float(capacity_factor).as_integer_ratio()
     capacity = min(-(-above * total // (below * ranks)), total)
     return Limits(loads, owners, totals, native, capacity, min(int(min_tokens_per_gemm), max(total, 1)), width)
@@ -101,20 +101,29 @@ def llep(
     Raises:
         ValueError: Bad loads or owners, alpha or lambda below 1, or m below 1.
     """
+    limit = limits(loads, owners, capacity_factor, min_tokens_per_gemm, ranks_per_node)
+    plan = spilling(limit, imbalance_threshold)
+    if plan is None:
+        plain = at_owners(limit.loads, limit.owners)
+        return plain if cost is None else predict(plain, limit.loads, cost, home="whole", owners=limit.owners)
+    return plan if cost is None else no_worse_than_ep(plan, limit.loads, limit.owners, cost, home="whole")
+
+
+def spilling(limit: Limits, imbalance_threshold: float) -> Plan | None:
+    """:func:`llep`'s plan, or ``None`` where that is :func:`ep`'s; for the threshold and its errors see there."""
     if not (math.isfinite(imbalance_threshold) and imbalance_threshold >= 1):
         raise ValueError(f"imbalance_threshold={imbalance_threshold} must be a finite number of at least 1")
-    limit = limits(loads, owners, capacity_factor, min_tokens_per_gemm, ranks_per_node)
-    loads, owners = limit.loads, limit.owners
-    total, hottest = sum(limit.native.tolist()), max(limit.native.tolist())
+    held = limit.native.tolist()
+    total, hottest = sum(held), max(held)
     # Fractions of whole numbers: every rank rounds alike.
     above, below = float(imbalance_threshold).as_integer_ratio()
-    balanced = hottest * len(loads) * below < above * total
-    if balanced or hottest < limit.capacity + int(min_tokens_per_gemm):
-        plain = ep(loads, owners)
-        return plain if cost is None else predict(plain, loads, cost, home="whole", owners=owners)
-    slots, first, rank, slot, end, spilled = _spill(*limit[1:])
-    plan = Plan(Placement(slots), Split(first, rank, slot, end), spilled=int(spilled))
-    return plan if cost is None else no_worse_than_ep(plan, loads, owners, cost, home="whole")
+    balanced = hottest * len(held) * below < above * total
+    if balanced or hottest < limit.capacity + limit.least:
+        return None
+    slots, first, rank, slot, end, away = _spill(
+        limit.owners, limit.totals.copy(), limit.native.copy(), limit.capacity, limit.least, limit.width
+    )
+    return Plan(Placement(slots), Split(first, rank, slot, end), spilled=int(away))
 
 
 @kernel

@@ -78,6 +78,33 @@ def cost_parts(
 
 
 @kernel
+def cost_figures(
+    loads: np.ndarray,
+    first: np.ndarray,
+    rank: np.ndarray,
+    slot: np.ndarray,
+    end: np.ndarray,
+    slots: np.ndarray,
+    known: np.ndarray,
+    owners: np.ndarray,
+    home: int,
+    width: int,
+    top_k: int,
+    tokens: np.ndarray,
+    efficiency: np.ndarray,
+    figures: np.ndarray,
+) -> tuple[float, float, float, float, float]:
+    """Of :func:`cost_parts` what seconds follow from, as numbers, which are made sooner than arrays: the longest
+    forward compute; an exchange of tokens; a weight trip; that of the known slots; the most bytes that a rank gets and
+    gives in one.
+    """
+    parts = cost_parts(
+        loads, first, rank, slot, end, slots, known, owners, home, width, top_k, tokens, efficiency, figures
+    )
+    return parts[2].max(), parts[5], parts[6], parts[7], (parts[3] + parts[4]).max()
+
+
+@kernel
 def _trip_seconds(
     received: np.ndarray,
     given: np.ndarray,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ._jit import kernel
+
 EMPTY = -1
 
 
@@ -69,9 +71,18 @@ class Split:
 
     def rank_loads(self, num_ranks: int) -> np.ndarray:
         """int64 ``[N]``: tokens that each rank computes."""
-        loads = np.zeros(num_ranks, np.int64)
-        np.add.at(loads, self.rank, self.quotas())
-        return loads
+        return _rank_loads(self.first, self.rank, self.end, num_ranks)
+
+
+@kernel
+def _rank_loads(first: np.ndarray, rank: np.ndarray, end: np.ndarray, num_ranks: int) -> np.ndarray:
+    loads = np.zeros(num_ranks, np.int64)
+    for expert in range(len(first) - 1):
+        begin = 0
+        for at in range(first[expert], first[expert + 1]):
+            loads[rank[at]] += end[at] - begin
+            begin = end[at]
+    return loads
 
 
 @dataclass(frozen=True, eq=False)

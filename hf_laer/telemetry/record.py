@@ -52,22 +52,36 @@ def holders_of(plans: Sequence[Plan], experts: int) -> np.ndarray:
 
 
 def record_of(
-    layer: str, step: int, held: np.ndarray, before: np.ndarray, group: np.ndarray, plans: Sequence[Plan], mine: Plan
+    layer: str,
+    step: int,
+    held: np.ndarray,
+    before: np.ndarray,
+    group: np.ndarray,
+    plans: Sequence[Plan],
+    mine: Plan,
+    *,
+    plan_seconds: float,
+    forecast: str,
+    strategy: str,
 ) -> LayerRecord:
-    """The record of one micro-batch; what only the engine knows is left out.
+    """The record of one micro-batch.
 
     Args:
         layer: Its name.
-        step: See :class:`LayerRecord`.
+        step: See :class:`LayerRecord`, as for what is not told here.
         held: bool ``[N, E]``, who holds which expert.
         before: Likewise, in the micro-batch before.
         group: int64 ``[N, E]``, the loads of this rank's token group.
         plans: Of all token groups that are known here.
         mine: That of this rank's.
+        plan_seconds: See :class:`LayerRecord`.
+        forecast: Likewise.
+        strategy: Likewise.
     """
     expert_loads, before_plan = owner_loads(group, chunk_owners(group.shape[1], len(group)))
     spilled, moved = sum(plan.spilled for plan in plans), int(gained(held, before))
-    return LayerRecord(layer, step, expert_loads, before_plan, mine.rank_loads, spilled, moved, 0.0)
+    counted = expert_loads, before_plan, mine.rank_loads, spilled, moved
+    return LayerRecord(layer, step, *counted, plan_seconds, forecast, strategy)
 
 
 class Recorder:

@@ -51,9 +51,9 @@ def test_arrangement(counts: list[int], cuts: list[int], least: int | None) -> N
     made = Arrangement.of(counts, stacks, least)
     assert [made.order[place] for place in made.places()] == list(range(len(counts)))
     assert made.alone == {slot for slot, count in enumerate(counts) if least is not None and count >= least}
-    ends = made.ends()
+    ends = made.ends().tolist()
     for start, stop in pairwise(edges):
-        inside = made.order[start:stop]
+        inside = list(made.order[start:stop])
         assert sorted(inside) == list(range(start, stop))
         together = [slot for slot in inside if slot not in made.alone]
         assert inside[: len(together)] == sorted(together), "grouped_mm takes them slot by slot"

@@ -16,9 +16,11 @@ import triton.language as tl
 
 from hf_laer.compute.kernels.launch import launch
 from hf_laer.compute.segments import Blocks, Part, copy_some
+from hf_laer.plan.addresses import copy_rows, sum_rows
 
 LONGEST = 1 << 20
 _BLOCK, _STEPS, _WARPS = 4096, 2, 8
+_NONE = np.zeros(0, np.int64)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -70,82 +72,79 @@ def _sum_kernel(
 
 def copy_all(targets: Sequence[Blocks], sources: Sequence[Blocks]) -> None:
     """See the reference. One launch for each pair of dtypes, and one more for what is not aligned to 16 bytes."""
-    tables: dict[tuple[torch.dtype, torch.dtype, bool], list[np.ndarray]] = defaultdict(list)
+    alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[Blocks, Blocks]]] = defaultdict(list)
     for target, source in zip(targets, sources, strict=True):
-        if not takes(target.view, [source.view]):
+        if not len(target.which) or not target.numel:
+            continue
+        here = target.tensor.device
+        if _within(target.tensor, here, target.rows) and _within(source.tensor, here, source.rows):
+            alike[target.tensor.dtype, source.tensor.dtype].append((target, source))
+        else:
             copy_some(target, source)
-        elif len(target.which) and target.numel:
-            into, out_of = _addresses(target), _addresses(source)
-            table = np.stack([np.full_like(into, target.numel), into, out_of], 1)
-            tables[target.tensor.dtype, source.tensor.dtype, _is_aligned(table)].append(table)
-    for (into_dtype, of_dtype, aligned), some in tables.items():
-        table = _cut(np.concatenate(some), [0, into_dtype.itemsize, of_dtype.itemsize])
-        constants = _DTYPES[into_dtype], _DTYPES[of_dtype], aligned, _BLOCK, _STEPS
-        there = _on(table, targets[0].tensor.device)
-        launch(_copy_kernel, _grid(table), (there,), (), constants, num_warps=_WARPS)
+    for kinds, pairs in alike.items():
+        _copy(*kinds, pairs)
+
+
+def _copy(into: torch.dtype, of: torch.dtype, pairs: list[tuple[Blocks, Blocks]]) -> None:
+    """Targets and sources of these dtypes."""
+    numbers = [(len(one.which), one.numel, *_place(one), *_place(other)) for one, other in pairs]
+    slices, of_slices = (_joined([pair[side].which for pair in pairs]) for side in (0, 1))
+    told = np.array(numbers, np.int64), slices, of_slices
+    table, aligned, most = copy_rows(*told, into.itemsize, of.itemsize, LONGEST)
+    blocks = triton.cdiv(most, _BLOCK * _STEPS)
+    for rows, is_aligned in ((table[:aligned], True), (table[aligned:], False)):
+        if len(rows):
+            there = _on(rows, pairs[0][0].tensor.device)
+            constants = _DTYPES[into], _DTYPES[of], is_aligned, _BLOCK, _STEPS
+            launch(_copy_kernel, (len(rows), blocks), (there,), (), constants, num_warps=_WARPS)
 
 
 def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: float) -> None:
     """See the reference. One launch; a slice that no part reaches is left alone where its factor is 1."""
-    dtypes = list(dict.fromkeys(part.blocks.tensor.dtype for part in parts)) or [into.dtype]
-    columns = [_by_slice(len(into), [part for part in parts if part.blocks.tensor.dtype == one]) for one in dtypes]
-    own, other = (*columns, _by_slice(len(into), []))[:2]
-    here = _addresses(Blocks.whole(into.unsqueeze(1)))
-    counts = [(addresses != 0).sum(1) for addresses in (own, other)]
-    table = np.column_stack([np.full_like(here, into[:1].numel()), *counts, here, own, other])
-    table = table if before != 1 else table[(counts[0] + counts[1]) > 0]
-    if table.size == 0 or table[0, 0] == 0:
+    if not into.numel():
         return
-    aligned = _is_aligned(np.delete(table, [1, 2], 1))
-    steps = [dtype.itemsize for dtype in (dtypes[0], dtypes[-1])]
-    widths = own.shape[1], other.shape[1]
-    table = _cut(table, [0, 0, 0, into.itemsize, *[steps[0]] * widths[0], *[steps[1]] * widths[1]])
-    kinds = _DTYPES[into.dtype], _DTYPES[dtypes[0]], _DTYPES[dtypes[-1]]
-    numbers, constants = (table.shape[1], widths[0], float(before), float(scale)), (before != 0, aligned)
-    tables = (_on(table, into.device),)
-    launch(_sum_kernel, _grid(table), tables, numbers, (*kinds, *constants, _BLOCK, _STEPS), num_warps=_WARPS)
+    parts = [part for part in parts if len(part.at)]
+    dtypes = list(dict.fromkeys(part.blocks.tensor.dtype for part in parts)) or [into.dtype]
+    numbers = [(len(p.at), dtypes.index(p.blocks.tensor.dtype), *_place(p.blocks)) for p in parts]
+    at, which = (_joined(some) for some in ([p.at for p in parts], [p.blocks.which for p in parts]))
+    kinds = into.dtype, dtypes[0], dtypes[-1]
+    slices = np.array((len(into), into[0].numel(), into.data_ptr(), into.stride(0) * into.itemsize), np.int64)
+    sizes = np.array([kind.itemsize for kind in kinds], np.int64)
+    of_parts = np.array(numbers, np.int64).reshape(-1, 4)
+    table, own, aligned = sum_rows(slices, of_parts, at, which, sizes, LONGEST, before != 1)
+    if not len(table):
+        return
+    grid = len(table), triton.cdiv(min(int(slices[1]), LONGEST), _BLOCK * _STEPS)
+    told = table.shape[1], int(own), float(before), float(scale)
+    constants = *(_DTYPES[kind] for kind in kinds), before != 0, bool(aligned), _BLOCK, _STEPS
+    launch(_sum_kernel, grid, (_on(table, into.device),), told, constants, num_warps=_WARPS)
 
 
-def takes(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels can: one device, at most two dtypes of sources, slices (along dimension 0) without gaps."""
-    return len({source.dtype for source in sources}) <= 2 and all(
-        one.device == target.device and one.dtype in _DTYPES and one[:1].is_contiguous() for one in (target, *sources)
-    )
+def takes(into: torch.Tensor, parts: Sequence[Part]) -> bool:
+    """Whether :func:`add_parts` can: one device, at most two dtypes of parts, slices without gaps."""
+    blocks, here = [part.blocks for part in parts], into.device
+    few = len({one.tensor.dtype for one in blocks}) <= 2
+    return few and _within(into, here) and all(_within(one.tensor, here, one.rows) for one in blocks)
 
 
-def _addresses(blocks: Blocks) -> np.ndarray:
-    """int64 ``[b]``."""
-    tensor = blocks.tensor
-    step, start = tensor.stride(0) * tensor.itemsize, blocks.rows.start * tensor.stride(1) * tensor.itemsize
-    return blocks.which * step + (tensor.data_ptr() + start)
+def _within(tensor: torch.Tensor, device: torch.device, rows: range | None = None) -> bool:
+    """Whether the kernels can address its slices, or these rows of each: of a dtype they know, there, without gaps."""
+    if tensor.device != device or tensor.dtype not in _DTYPES:
+        return False
+    if tensor.is_contiguous():
+        return True
+    return (tensor[:1] if rows is None else tensor[:1, rows.start : rows.stop]).is_contiguous()
 
 
-def _by_slice(slices: int, parts: Sequence[Part]) -> np.ndarray:
-    """int64 ``[slices, most]``: the addresses of each one's addends, in order; then 0."""
-    counts, columns = np.zeros(slices, np.int64), np.zeros((slices, len(parts)), np.int64)
-    for at, blocks in parts:
-        columns[at, counts[at]] = _addresses(blocks)
-        counts[at] += 1
-    return columns[:, : counts.max(initial=0)]
+def _place(blocks: Blocks) -> tuple[int, int]:
+    """The address of the rows of a tensor's first slice, and the bytes from one slice to the next."""
+    tensor, start = blocks.tensor, blocks.rows.start
+    address = tensor.data_ptr() + (start * tensor.stride(1) * tensor.itemsize if start else 0)
+    return address, tensor.stride(0) * tensor.itemsize
 
 
-def _is_aligned(table: np.ndarray) -> bool:
-    """Sizes and addresses."""
-    return bool((table & 15 == 0).all())
-
-
-def _cut(table: np.ndarray, steps: Sequence[int]) -> np.ndarray:
-    """Rows of at most ``LONGEST`` elements; each column grows by ``steps`` bytes with each element."""
-    pieces = -(-table[:, 0] // LONGEST)
-    rows = np.repeat(table, pieces, axis=0)
-    done = (np.arange(len(rows)) - np.repeat(pieces.cumsum() - pieces, pieces)) * LONGEST
-    rows += done[:, None] * np.array(steps, np.int64)
-    rows[:, 0] = np.minimum(rows[:, 0] - done, LONGEST)
-    return rows
-
-
-def _grid(table: np.ndarray) -> tuple[int, int]:
-    return len(table), triton.cdiv(int(table[:, 0].max()), _BLOCK * _STEPS)
+def _joined(some: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(some) if some else _NONE
 
 
 def _on(table: np.ndarray, device: torch.device) -> torch.Tensor:
