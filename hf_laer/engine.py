@@ -35,11 +35,11 @@ from hf_laer.shard.home import plain_home
 from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
-from hf_laer.start import arena_for, compile_planners, device_of, home_of, told_alike
+from hf_laer.start import arena_for, compile_planners, device_of, home_of, told_alike, with_peers
 from hf_laer.strategy import make_plan, needs_loads, relays, sharded_dim, token_groups
 from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LoadsWatcher, Recorder, holders_of, record_of
-from hf_laer.told import Told, leave_early, tell
+from hf_laer.told import Told, leave_early, tell, tell_ahead
 from hf_laer.tuner import LayerTuner
 
 # The token group of a layer that exchanges no tokens.
@@ -244,6 +244,8 @@ class Engine:
         sizes = [layer.staged_bytes(self.compute_dtype, len(groups[0])) for layer in self.layers.values()]
         host = self.ranks_per_node, device_of(mesh), self.watch.limit
         self.unsharder.arena = arena_for(self.comms.weights, max(sizes, default=0), self.config, *host)
+        experts = max((layer.spec.num_experts for layer in self.layers.values()), default=0)
+        self.comms = with_peers(self.comms, experts, self.config, *host)
         self._tuners.clear()
         self._held.clear()
 
@@ -308,12 +310,19 @@ class Engine:
 
     @torch.no_grad()
     def plan(
-        self, layer: MoELayer, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, training: bool, adapted: bool
+        self,
+        layer: MoELayer,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        training: bool,
+        adapted: bool,
     ) -> Run:
         """Plans one micro-batch and works out its exchange. Collective.
 
         Args:
             layer: The layer.
+            hidden: ``[T, H]``.
             top_k_index: int64 ``[T, K]``.
             top_k_weights: ``[T, K]``.
             training: Whether the tuner and the recorder learn from it.
@@ -324,29 +333,33 @@ class Engine:
         micro_batch = layer.forwards
         layer.forwards += 1
         self.watch.where = Where(layer.name, "forward" if training else "evaluation", micro_batch)
-        counted, tokens = count(top_k_index, layer.spec.num_experts), self.tokens_of(layer)
+        counted, tokens, top_k = count(top_k_index, layer.spec.num_experts), self.tokens_of(layer), top_k_index.shape[1]
         leaving = leave_early(layer, tokens.size, top_k_index, top_k_weights, counted)
         self.unsharder.settle(layer.name, self.era())
-        (loads, rows), placements = self._gather(layer, counted.loads, leaving)
+        dtype = self.compute_dtype_for(hidden)
+        (loads, rows, ahead), placements = self._gather(layer, counted.loads, leaving, hidden.to(dtype), top_k)
         started = time.perf_counter()
-        plans = self._plans(layer, loads, placements, top_k_index.shape[1])
+        plans = self._plans(layer, loads, placements, top_k)
         planned = time.perf_counter() - started
         if self.config.check_collectives and needs_loads(layer.config):
             self.comms.weights.agree("plan", digests(loads, plans))
         mine = plans[min(self.comms.weights.rank // tokens.size, len(plans) - 1)]
-        group, top_k = self._my_rows(loads, tokens.size), top_k_index.shape[1]
+        group = self._my_rows(loads, tokens.size)
         own, table = own_part(mine, group, tokens.rank), self._table(plans)
         # Low-rank additions and chunks have stacks of their own.
         apart = not adapted and self.config.max_rows_per_rank is None
         arrangement = layer.arrangement(table, own.slots.tolist(), apart)
         layer.unspilled = not any(plan.spilled for plan in plans)
         leaving, rows = (leaving, rows) if layer.unspilled else (None, None)
-        told = mine.split, group[: tokens.rank].sum(0), own, arrangement, tokens, leaving
+        most_tokens = int(loads.sum(1).max()) // top_k
+        tokens.reserve(most_tokens, top_k, hidden.shape[1] * dtype.itemsize)
+        ahead = ahead if ahead is not None and layer.unspilled and ahead.holds(most_tokens) else None
+        told = mine.split, group[: tokens.rank].sum(0), own, arrangement, tokens, leaving, ahead
         departure = depart(top_k_index, top_k_weights, counted, *told)
         if rows is None:
             routes = make_routes(departure, most_rows(group, own, top_k), tokens)
         else:
-            routes = known_routes(departure, self._my_rows(rows, tokens.size), tokens.rank)
+            routes = known_routes(departure, self._my_rows(rows, tokens.size), tokens.rank, ahead)
         last = None if self.passes.is_first() else self._before
         run = Run(routes, table, top_k_index, micro_batch, self.era(), last)
         self._before = layer.name, table
@@ -416,9 +429,9 @@ class Engine:
         return self.comms.replicas.all_gather(self.comms.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
 
     def _gather(
-        self, layer: MoELayer, loads: torch.Tensor, leaving: Leaving | None
+        self, layer: MoELayer, loads: torch.Tensor, leaving: Leaving | None, hidden: torch.Tensor, top_k: int
     ) -> tuple[Told, list[Placement] | None]:
-        """Every rank's loads, and the layer's layout. Waits for the device.
+        """Every rank's loads, and the layer's layout; tokens may set out. Waits for the device.
 
         Ranks agree on the layout of the layer that comes next, whose experts can set out then, and on the layer's own
         where none before it could: it is a pass's first, or the one before gathers no loads.
@@ -427,8 +440,12 @@ class Engine:
         alone = before not in self.layers or not needs_loads(self.layers[before].config)
         due = ([layer] if alone else []) + [self.layers[name] for name in (after,) if name in self.layers]
         tuners = [self._tuner(one) for one in due if relays(one.config)] if needs_loads(layer.config) else []
-        everyone = self.comms.weights if needs_loads(layer.config) else _ALONE
-        told = tell(everyone, loads, leaving, self.tokens_of(layer).size, tuners)
+        everyone = self.comms.everyone if needs_loads(layer.config) else _ALONE
+        told = None
+        if leaving is not None and not tuners:
+            told = tell_ahead(everyone, loads, leaving, hidden, top_k)
+        if told is None:
+            told = tell(everyone, loads, leaving, self.tokens_of(layer).size, tuners)
         return told, self._tuner(layer).layout if relays(layer.config) else None
 
     def _plans(self, layer: MoELayer, loads: np.ndarray, layout: list[Placement] | None, top_k: int) -> list[Plan]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_laer import tape
 from hf_laer.choice import USUAL_TOP_K, LayerSizes
 from hf_laer.comm.routes import Routes
-from hf_laer.comm.tokens import Combining, return_gates, start_combine, start_dispatch
+from hf_laer.comm.tokens import Combining, return_gates, start_combine, start_dispatch, start_forward
 from hf_laer.comm.watch import Where
 from hf_laer.compute.chunks import backward_in_chunks, chunks_of, forward_in_chunks
 from hf_laer.compute.experts import Weights, bias_of
@@ -107,7 +107,7 @@ class MoELayer:
         # than its forward; here a recompute replays a plan instead of making one.
         with _disable_current_modes():
             self._check_parameters()
-            run = self._run_for(top_k_index, top_k_weights, bool(adapters))
+            run = self._run_for(hidden, top_k_index, top_k_weights, bool(adapters))
             # So that autograd calls the backward of a layer whose tokens need no gradient. Not the parameters: their
             # hooks would run for the gradient that this function does not return.
             anchor = torch.empty(0, requires_grad=bool(self.trained))
@@ -141,7 +141,9 @@ class MoELayer:
                 )
             self.homes[name] = replace(home, parameter=now)
 
-    def _run_for(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, adapted: bool) -> Run:
+    def _run_for(
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, adapted: bool
+    ) -> Run:
         frame = tape.current()
         if isinstance(frame, tape.Replay):
             run = frame.take(self.name)
@@ -157,7 +159,7 @@ class MoELayer:
                 "model.gradient_checkpointing_enable()) or Accelerate's plugin, after patch_model"
             )
         training = torch.is_grad_enabled() and self.module.training
-        run = self.engine.plan(self, top_k_index.long(), top_k_weights, training, adapted)
+        run = self.engine.plan(self, hidden, top_k_index.long(), top_k_weights, training, adapted)
         if isinstance(frame, tape.Recording):
             frame.tape.append(self.name, run)
         return run
@@ -248,7 +250,7 @@ class MoELayer:
         """Output ``[T, H]``, dispatched rows ``[R_in, H]`` and the first product ``[A_in, 2I]``, if whole."""
         routes, tokens = run.routes, self.engine.tokens_of(self)
         era = self.engine.era()
-        dispatching = start_dispatch(hidden.to(dtype), routes, tokens)
+        dispatching = start_forward(hidden, dtype, routes, tokens)
         # Parameters are cast while tokens travel.
         coming, served = self._begin(run, dtype, hidden.device, era), routes.served
         terms = [adapter.at(self.held(run), dtype) for adapter in adapters]

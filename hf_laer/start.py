@@ -5,6 +5,7 @@ from the one rank that has them.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_laer.comm.arena import Arena, make_arena
 from hf_laer.comm.base import Communicator
-from hf_laer.comm.groups import device_memory, device_name
+from hf_laer.comm.groups import Communicators, device_memory, device_name
+from hf_laer.comm.peers import MOST_RANKS, PeerCommunicator
+from hf_laer.comm.process_group import ProcessGroupCommunicator
 from hf_laer.config import LaerConfig
 from hf_laer.plan import compile_kernels
 from hf_laer.shard.home import Home, Layout, sharded_home
@@ -66,10 +69,35 @@ def arena_for(
         device: This rank's.
         seconds: After which a rank that does not come is given up.
     """
+    share = _share_memory(weights, config, ranks_per_node, device)
+    return make_arena(weights, nbytes, device, seconds) if share else None
+
+
+def _share_memory(comm: Communicator, config: LaerConfig, ranks_per_node: int, device: torch.device) -> bool:
+    """Whether ranks are to read and write each other's memory, if they can."""
     wanted = device.type == "cuda" if config.peer_memory is None else config.peer_memory
-    if not wanted or config.check_collectives or not 1 < weights.size <= ranks_per_node:
-        return None
-    return make_arena(weights, nbytes, device, seconds)
+    return wanted and not config.check_collectives and 1 < comm.size <= ranks_per_node
+
+
+def with_peers(
+    comms: Communicators, experts: int, config: LaerConfig, ranks_per_node: int, device: torch.device, seconds: float
+) -> Communicators:
+    """The communicators, tokens by memory that their ranks share, where these are all that shard the experts.
+
+    Args:
+        comms: As they were made.
+        experts: Of the layer that has most.
+        config: Says whether it is wanted.
+        ranks_per_node: Ranks that share a node.
+        device: This rank's.
+        seconds: After which a rank that does not come is given up.
+    """
+    tokens = comms.tokens
+    alike = isinstance(tokens, ProcessGroupCommunicator) and tokens.size == comms.weights.size <= MOST_RANKS
+    if not alike or not _share_memory(tokens, config, ranks_per_node, device):
+        return comms
+    # Loads, rows for each rank, and what tuners say of the layouts of two layers.
+    return replace(comms, tokens=PeerCommunicator(tokens, experts + tokens.size + 4, device, seconds))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

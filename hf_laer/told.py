@@ -1,7 +1,8 @@
 """What ranks tell each other before a plan: loads, rows for the experts' owners, and which layouts are ready.
 
 Where a layer's last plan left every token to its expert's owner, this one most likely does: what leaves this rank is
-worked out before the loads are known, and how many rows that is goes along with them. The host then waits once.
+worked out before the loads are known, and how many rows that is goes along with them. The host then waits once. Where
+ranks share memory the rows set out along with them, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_laer.comm.base import Communicator
+from hf_laer.comm.base import Ahead, Communicator
 from hf_laer.compute.routing import Counted, Leaving, Shares, leave
 from hf_laer.layer import MoELayer
 from hf_laer.plan import chunk_owners
@@ -27,10 +28,12 @@ class Told(NamedTuple):
     Args:
         loads: int64 ``[N, E]``, their loads.
         rows: int64 ``[N, G]``, their rows for each owner in their token group of G ranks, where all worked them out.
+        ahead: These rows, where they have set out.
     """
 
     loads: np.ndarray
     rows: np.ndarray | None
+    ahead: Ahead | None = None
 
 
 def leave_early(
@@ -56,6 +59,26 @@ def _shares_of_owners(experts: int, ranks: int, device: torch.device) -> Shares:
     # Also for the training that follows an evaluation.
     with torch.inference_mode(False):
         return Shares.of_owners(chunk_owners(experts, ranks), ranks, device)
+
+
+def tell_ahead(
+    everyone: Communicator, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int
+) -> Told | None:
+    """As :func:`tell`, and rows set out at once, where they can. Collective; the same on all ranks.
+
+    Args:
+        everyone: The ranks that shard the experts, and exchange tokens.
+        loads: int64 ``[E]``, this rank's.
+        leaving: From :func:`leave_early`.
+        tokens: ``[T, H]``.
+        top_k: K.
+    """
+    ahead = everyone.start_ahead(loads, leaving, tokens, top_k)
+    if ahead is None:
+        return None
+    told = everyone.to_host(ahead.told).numpy()
+    rows = np.diff(told[:, len(loads) :], prepend=0)
+    return Told(np.ascontiguousarray(told[:, : len(loads)]), rows, ahead)
 
 
 def tell(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_laer.comm.base import Communicator, Pending
+from hf_laer.comm.base import Ahead, Communicator, Pending
+from hf_laer.compute.routing import Leaving
 
 
 class Mark:
@@ -71,9 +72,19 @@ class Stopwatch:
         self._marks.append((begin, Mark(tensor.is_cuda)))
         return arrived
 
-    def start_all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+    def start_all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+    ) -> Pending:
         """The other's; its wait is timed."""
-        return _Timed(self.inner.start_all_to_all(tensor, send, receive), self._marks, tensor.is_cuda)
+        return _Timed(self.inner.start_all_to_all(tensor, send, receive, index), self._marks, tensor.is_cuda)
+
+    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
+        """The other's."""
+        self.inner.reserve(tokens, top_k, row_bytes)
+
+    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> Ahead | None:
+        """The other's; what waits for loads is not counted."""
+        return self.inner.start_ahead(loads, leaving, tokens, top_k)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The other's."""

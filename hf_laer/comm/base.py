@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from hf_laer.compute.routing import Leaving
 
 
 class Pending(Protocol):
@@ -13,6 +16,28 @@ class Pending(Protocol):
 
     def wait(self) -> torch.Tensor:
         """The received tensor; the current stream (or the host, for a CPU group) waits for it."""
+        ...
+
+
+class Ahead(Protocol):
+    """Messages and rows that set out before the loads were known, as for a plan that leaves tokens with their owners.
+
+    Attributes:
+        told: int64 ``[size, E + size]``: of each rank, its loads, and where its rows for each rank end.
+    """
+
+    told: torch.Tensor
+
+    def holds(self, most_tokens: int) -> bool:
+        """Whether all of every rank's set out, the largest of which had so many tokens; the same answer on all."""
+        ...
+
+    def messages(self, receive: Sequence[int]) -> Pending:
+        """int32 ``[A, 3]``: ``receive[p]`` choices from each rank p."""
+        ...
+
+    def rows(self, receive: Sequence[int]) -> Pending:
+        """``[R, H]``: ``receive[p]`` rows from each rank p."""
         ...
 
 
@@ -38,8 +63,31 @@ class Communicator(Protocol):
         """Sends ``send[q]`` consecutive rows to each rank q and returns ``receive[p]`` rows from each rank p."""
         ...
 
-    def start_all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        """As :meth:`all_to_all`, returning at once."""
+    def start_all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+    ) -> Pending:
+        """As :meth:`all_to_all`, returning at once; of the rows that ``index`` names, if it is given."""
+        ...
+
+    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
+        """Told before exchanges of rows of so many bytes, and of choices; the same numbers on all ranks.
+
+        Args:
+            tokens: Of the rank that has most.
+            top_k: Choices of each.
+            row_bytes: Of one token's row.
+        """
+        ...
+
+    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> Ahead | None:
+        """Tells loads int64 ``[E]`` and sends what leaves at once, where tokens can travel so; the same on all ranks.
+
+        Args:
+            loads: This rank's.
+            leaving: What leaves it if every token goes to its experts' owners.
+            tokens: ``[T, H]``.
+            top_k: K.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,13 +12,16 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hf_laer.comm.base import Communicator, Pending
 from hf_laer.comm.watch import CollectiveError, Watch, Where
+
+if TYPE_CHECKING:
+    from hf_laer.compute.routing import Leaving
 
 _SHORTEST, _LONGEST = 0.0005, 0.05
 
@@ -230,10 +233,19 @@ class CheckedCommunicator:
         """As the real one's."""
         return self.start_all_to_all(tensor, send, receive).wait()
 
-    def start_all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+    def start_all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+    ) -> Pending:
         """As the real one's."""
         self._check("all-to-all", self._purpose, self._ranks, _like(tensor, tensor.shape[1:]), send, receive)
-        return self._comm.start_all_to_all(tensor, send, receive)
+        return self._comm.start_all_to_all(tensor, send, receive, index)
+
+    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
+        """As the real one's."""
+        self._comm.reserve(tokens, top_k, row_bytes)
+
+    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> None:
+        """Nothing sets out before it has been compared."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """As the real one's."""

@@ -42,6 +42,11 @@ class Communicators:
     node: Communicator | None = None
 
     @property
+    def everyone(self) -> Communicator:
+        """Whom loads are told: those over which experts are sharded, by the way that tokens take if they go to all."""
+        return self.tokens if self.tokens.size == self.weights.size else self.weights
+
+    @property
     def averaged_over(self) -> int:
         """Over how many ranks gradients are averaged."""
         return self.weights.size * self.replicas.size

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from hf_laer.compute.routing import Leaving
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,17 @@ class LocalCommunicator:
         """The tensor itself."""
         return tensor
 
-    def start_all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Arrived:
-        """The tensor itself, arrived."""
-        return Arrived(tensor)
+    def start_all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+    ) -> Arrived:
+        """The tensor itself, or some of its rows, arrived."""
+        return Arrived(tensor if index is None else tensor.index_select(0, index))
+
+    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
+        """Nothing: messages need no room."""
+
+    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> None:
+        """Messages need to know how long they are."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from hf_laer.comm.watch import Watch, Where
+
+if TYPE_CHECKING:
+    from hf_laer.compute.routing import Leaving
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,14 +71,22 @@ class ProcessGroupCommunicator:
         """Sends ``send[q]`` rows to each rank q and returns ``receive[p]`` rows from each rank p."""
         return self.start_all_to_all(tensor, send, receive).wait()
 
-    def start_all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingWork:
-        """As :meth:`all_to_all`, returning at once."""
-        tensor = tensor.contiguous()
+    def start_all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+    ) -> PendingWork:
+        """As :meth:`all_to_all`, returning at once; of the rows that ``index`` names, if it is given."""
+        tensor = tensor.contiguous() if index is None else tensor.index_select(0, index)
         received = tensor.new_empty(sum(receive), *tensor.shape[1:])
         start = partial(
             dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True
         )
         return self._start("all-to-all", start, received, tensor)
+
+    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
+        """Nothing: messages need no room."""
+
+    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> None:
+        """Messages need to know how long they are."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over the ranks."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_laer.comm.base import Communicator, Pending
+from hf_laer.comm.base import Ahead, Communicator, Pending
 from hf_laer.compute.grouped_gemm import Arrangement, Groups
 from hf_laer.compute.routing import Counted, Leaving, OwnRows, arrive, leave, rows_both_ways, shares_and_rows
 from hf_laer.plan.own import OwnPart
@@ -53,6 +53,7 @@ class Routes:
         send_choices: Assignments to each rank.
         receive_choices: Assignments from each rank.
         arriving: Makes the tables of what arrives, once.
+        set_out: The tokens, where they set out before the plan was known.
     """
 
     row_token: torch.Tensor
@@ -63,6 +64,7 @@ class Routes:
     send_choices: list[int]
     receive_choices: list[int]
     arriving: Callable[[], Served] | None
+    set_out: Pending | None = None
     _served: Served | None = None
 
     @property
@@ -106,6 +108,7 @@ def depart(
     arrangement: Arrangement,
     comm: Communicator,
     leaving: Leaving | None = None,
+    ahead: Ahead | None = None,
 ) -> Departure:
     """Works out what leaves this rank and tells the others. Collective over ``comm``.
 
@@ -119,6 +122,7 @@ def depart(
         arrangement: How the rows of this rank's slots are to lie.
         comm: The token group.
         leaving: What leaves this rank, if that is known.
+        ahead: The messages, if they have set out.
     """
     device = top_k_index.device
     if leaving is None:
@@ -127,7 +131,7 @@ def depart(
     else:
         rows = OwnRows.of(own, arrangement, device)
     send, receive = own.sent.tolist(), own.received.tolist()
-    pending = comm.start_all_to_all(leaving.message, send, receive)
+    pending = comm.start_all_to_all(leaving.message, send, receive) if ahead is None else ahead.messages(receive)
     return Departure(leaving, rows, arrangement, pending, send, receive, top_k_index.shape[1])
 
 
@@ -148,14 +152,23 @@ def make_routes(departure: Departure, most_rows: int, comm: Communicator) -> Rou
     return _routes(departure, send_rows, receive_rows, lambda: served)
 
 
-def known_routes(departure: Departure, rows: np.ndarray, rank: int) -> Routes:
-    """The exchange where the host has no need to wait: ``rows`` int64 ``[N, N]`` are those from each rank to each."""
+def known_routes(departure: Departure, rows: np.ndarray, rank: int, ahead: Ahead | None = None) -> Routes:
+    """The exchange where the host has no need to wait.
+
+    Args:
+        departure: From :func:`depart`.
+        rows: int64 ``[N, N]``, from each rank to each.
+        rank: This one.
+        ahead: The tokens, if they have set out.
+    """
     send_rows, receive_rows = rows[rank].tolist(), rows[:, rank].tolist()
 
     def arriving() -> Served:
         return _serve(departure, departure.pending.wait(), sum(receive_rows))
 
-    return _routes(departure, send_rows, receive_rows, arriving)
+    routes = _routes(departure, send_rows, receive_rows, arriving)
+    routes.set_out = None if ahead is None else ahead.rows(receive_rows)
+    return routes
 
 
 def _routes(

@@ -11,9 +11,15 @@ from hf_laer.comm.routes import Routes
 from hf_laer.compute.rows import gather_sum
 
 
+def start_forward(tokens: torch.Tensor, dtype: torch.dtype, routes: Routes, comm: Communicator) -> Pending:
+    """As :func:`start_dispatch` in ``dtype``, where the tokens have not set out already."""
+    set_out, routes.set_out = routes.set_out, None
+    return start_dispatch(tokens.to(dtype), routes, comm) if set_out is None else set_out
+
+
 def start_dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> Pending:
     """``[T, H]`` set out for the ranks that serve them; ``[R_in, H]`` will arrive. Collective over ``comm``."""
-    return comm.start_all_to_all(tokens[routes.row_token], routes.send_rows, routes.receive_rows)
+    return comm.start_all_to_all(tokens, routes.send_rows, routes.receive_rows, routes.row_token)
 
 
 @dataclass(frozen=True)

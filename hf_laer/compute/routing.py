@@ -140,7 +140,8 @@ class Leaving(NamedTuple):
         token_rows: int64 ``[T, min(K, N)]``, the rows of each token, by destination; -1 for none.
         choices: int64 ``[A]``, which ``t * K + k`` each assignment is, in the order they travel.
         message: int32 ``[A, 3]``: row at the destination, slot there, the bits of the float32 routing weight.
-        ends: ``[at least N, B]``, where the rows to each rank end in each of B blocks of consecutive tokens.
+        ends: ``[2N, B]``, where the rows to each rank end in each of B blocks of consecutive tokens; then, counted on
+            from there, where its choices do.
     """
 
     row_token: torch.Tensor
@@ -209,7 +210,8 @@ def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares
     token_rows = torch.full((num_tokens, min(top_k, shares.ranks)), -1, dtype=torch.int64, device=token.device)
     nth = _nth_of(token, opens, num_tokens)
     token_rows[token[opens], nth[opens]] = row[opens]
-    return Leaving(row_token, token_rows, choices, message, rows.cumsum(0).unsqueeze(1))
+    ends = torch.cat([rows, _count(destination, shares.ranks)]).cumsum(0)
+    return Leaving(row_token, token_rows, choices, message, ends.unsqueeze(1))
 
 
 def arrive(received: torch.Tensor, ends: torch.Tensor, rows: int, top_k: int, places_of: torch.Tensor) -> Arrived:

@@ -1,0 +1,216 @@
+"""Rows written where other ranks read them; the references are in :mod:`hf_laer.comm.peers`.
+
+Addresses and where each rank's rows end are numbers of the launch, so that nothing has to be copied to the device first.
+
+Letters in shapes: A assignments, B blocks of assignments, E experts, N ranks, R rows, T tokens, K top-k, H columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_laer.compute.kernels.launch import launch
+
+if TYPE_CHECKING:
+    from hf_laer.compute.routing import Leaving
+
+# Ranks that a launch has numbers for.
+MOST_RANKS = 8
+_BLOCK, _FLAT = 1024, 2048
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@triton.jit
+def _one_of(which, n0, n1, n2, n3, n4, n5, n6, n7, RANKS: tl.constexpr):
+    """The number of a rank; of each lane's, if there are several."""
+    found = n0 + which * 0
+    if RANKS > 1:
+        found = tl.where(which == 1, n1, found)
+    if RANKS > 2:
+        found = tl.where(which == 2, n2, found)
+    if RANKS > 3:
+        found = tl.where(which == 3, n3, found)
+    if RANKS > 4:
+        found = tl.where(which == 4, n4, found)
+    if RANKS > 5:
+        found = tl.where(which == 5, n5, found)
+    if RANKS > 6:
+        found = tl.where(which == 6, n6, found)
+    if RANKS > 7:
+        found = tl.where(which == 7, n7, found)
+    return found
+
+
+@triton.jit
+def _rank_of(at, e0, e1, e2, e3, e4, e5, e6, RANKS: tl.constexpr):
+    """To which rank an element goes, given where those to each rank end."""
+    rank = at * 0
+    if RANKS > 1:
+        rank += (at >= e0).to(tl.int64)
+    if RANKS > 2:
+        rank += (at >= e1).to(tl.int64)
+    if RANKS > 3:
+        rank += (at >= e2).to(tl.int64)
+    if RANKS > 4:
+        rank += (at >= e3).to(tl.int64)
+    if RANKS > 5:
+        rank += (at >= e4).to(tl.int64)
+    if RANKS > 6:
+        rank += (at >= e5).to(tl.int64)
+    if RANKS > 7:
+        rank += (at >= e6).to(tl.int64)
+    return rank
+
+
+_BASES, _TOLD, _ENDS = ([f"{letter}{at}" for at in range(MOST_RANKS)] for letter in "bte")
+_NUMBERS = [*_BASES, *_ENDS]
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, "total"], do_not_specialize_on_alignment=["source"])
+def _put_kernel(
+    source, b0, b1, b2, b3, b4, b5, b6, b7, e0, e1, e2, e3, e4, e5, e6, e7, total,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Words, one after the other, those to each rank to the start of its place there."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    rank = _rank_of(at, e0, e1, e2, e3, e4, e5, e6, RANKS)
+    # Where those to the rank before end.
+    start = tl.where(rank > 0, _one_of(rank - 1, e0, e1, e2, e3, e4, e5, e6, e7, RANKS), 0)
+    base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
+    target = base.to(tl.pointer_type(source.dtype.element_ty)) + (at - start)
+    tl.store(target, tl.load(source + at, mask=inside), mask=inside)
+
+
+@triton.jit
+def _put_row(source, index, row, start, base, columns, BLOCK: tl.constexpr):
+    """A block of one row's columns."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    token = tl.load(index + row)
+    value = tl.load(source + token * columns + column, mask=inside)
+    # Slots are aligned; the compiler, which does not know, would move one element at a time.
+    target = tl.multiple_of(base, 16).to(tl.pointer_type(source.dtype.element_ty))
+    tl.store(target + (row - start) * columns + column, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["index"])
+def _put_rows_kernel(
+    source, index, b0, b1, b2, b3, b4, b5, b6, b7, e0, e1, e2, e3, e4, e5, e6, e7,
+    columns: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The rows that ``index`` names, those to each rank to the start of its place there."""
+    row = tl.program_id(0).to(tl.int64)
+    rank = _rank_of(row, e0, e1, e2, e3, e4, e5, e6, RANKS)
+    start = tl.where(rank > 0, _one_of(rank - 1, e0, e1, e2, e3, e4, e5, e6, e7, RANKS), 0)
+    base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
+    _put_row(source, index, row, start, base, columns, BLOCK)
+
+
+@triton.jit(
+    do_not_specialize=[*_BASES, *_TOLD, "rows", "choices", "blocks"],
+    do_not_specialize_on_alignment=["index", "message", "loads", "ends"],
+)
+def _ahead_kernel(
+    source, index, message, loads, ends, b0, b1, b2, b3, b4, b5, b6, b7, t0, t1, t2, t3, t4, t5, t6, t7,
+    rows, choices, blocks,
+    behind: tl.constexpr, experts: tl.constexpr, columns: tl.constexpr, RANKS: tl.constexpr, TOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a rank has for others before anybody knows the plan.
+
+    First the rows, one by one and as many as there may be; then the words of the messages; then what each rank is told.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    if program < rows:
+        rank, start, stop = program * 0, program * 0, program * 0
+        for one in range(RANKS):
+            last = tl.load(ends + (one + 1) * blocks - 1).to(tl.int64)
+            later = program >= last
+            rank += later.to(tl.int64)
+            start = tl.where(later, last, start)
+            stop = last
+        if program < stop:
+            base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS) + behind
+            _put_row(source, index, program, start, base, columns, BLOCK)
+    elif tl.program_id(1) == 0:
+        block = program - rows
+        if block < choices:
+            at = block * BLOCK + tl.arange(0, BLOCK)
+            all_rows = tl.load(ends + RANKS * blocks - 1).to(tl.int64)
+            rank, start, stop = at * 0, at * 0, at * 0
+            for one in range(RANKS):
+                last = (tl.load(ends + (RANKS + one + 1) * blocks - 1).to(tl.int64) - all_rows) * 3
+                later = at >= last
+                rank += later.to(tl.int64)
+                start = tl.where(later, last, start)
+                stop = at * 0 + last
+            inside = at < stop
+            base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
+            target = base.to(tl.pointer_type(tl.int32)) + (at - start)
+            tl.store(target, tl.load(message + at, mask=inside), mask=inside)
+        else:
+            base = _one_of(block - choices, t0, t1, t2, t3, t4, t5, t6, t7, RANKS)
+            target = base.to(tl.pointer_type(tl.int64))
+            at = tl.arange(0, TOLD)
+            tl.store(target + at, tl.load(loads + at, mask=at < experts), mask=at < experts)
+            last = tl.load(ends + (at + 1) * blocks - 1, mask=at < RANKS)
+            tl.store(target + experts + at, last.to(tl.int64), mask=at < RANKS)
+
+
+def put(tensor: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None:
+    """``[R, …]``, the rows up to each of ``ends`` to the address in ``bases``, one after the other."""
+    tensor = tensor.contiguous()
+    row_bytes = tensor[:1].numel() * tensor.itemsize
+    size = next(size for size in _WORDS if row_bytes % size == 0 and tensor.data_ptr() % size == 0)
+    words = tensor.view(-1).view(_WORDS[size])
+    each = row_bytes // size
+    numbers = (*_eight(bases), *_eight([end * each for end in ends]), len(words))
+    launch(_put_kernel, (triton.cdiv(len(words), _FLAT),), (words,), numbers, (len(ends), _FLAT))
+
+
+def put_rows(tokens: torch.Tensor, index: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None:
+    """The rows ``[R]`` of ``[T, H]`` that ``index`` names, as :func:`put`."""
+    columns = tokens.shape[1]
+    block = min(_BLOCK, triton.next_power_of_2(columns))
+    grid, numbers = (ends[-1], triton.cdiv(columns, block)), (*_eight(bases), *_eight(ends))
+    launch(_put_rows_kernel, grid, (tokens.contiguous(), index), numbers, (columns, len(ends), block))
+
+
+def put_ahead(
+    tokens: torch.Tensor,
+    leaving: Leaving,
+    loads: torch.Tensor,
+    most_rows: int,
+    bases: Sequence[int],
+    behind: int,
+    told: Sequence[int],
+) -> None:
+    """What a rank has for others before a plan is known.
+
+    Args:
+        tokens: ``[T, H]``.
+        leaving: What leaves this rank.
+        loads: int64 ``[E]``.
+        most_rows: No more rows than this leave; 0: neither rows nor messages are put.
+        bases: Addresses of this rank's place on each rank; messages come first.
+        behind: So many bytes behind come the rows.
+        told: Addresses on each rank for int64 ``[E + N]``: loads, and where rows to each rank end.
+    """
+    (columns, experts), ranks = (tokens.shape[1], len(loads)), len(bases)
+    block = min(_BLOCK, triton.next_power_of_2(columns))
+    choices = triton.cdiv(leaving.message.numel(), block) if most_rows else 0
+    grid = most_rows + choices + ranks, triton.cdiv(columns, block) if most_rows else 1
+    tensors = tokens.contiguous(), leaving.row_token, leaving.message, loads, leaving.ends
+    numbers = (*_eight(bases), *_eight(told), most_rows, choices, leaving.ends.shape[1])
+    width = triton.next_power_of_2(max(experts, ranks))
+    launch(_ahead_kernel, grid, tensors, numbers, (behind, experts, columns, ranks, width, block))
+
+
+def _eight(numbers: Sequence[int]) -> list[int]:
+    return [*numbers, *[0] * (MOST_RANKS - len(numbers))]
