@@ -17,6 +17,7 @@ from hf_laer.compute.gate import FusedGate, Gate, recognize
 from hf_laer.compute.kernels.launch import launch
 from hf_laer.compute.rows import gather_sum, places
 from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
+from tests.engine.cases_puts import check_puts as check_writes
 from tests.engine.cases_routing import KINDS, check_exchange
 
 GATES = (FusedGate(False, False), FusedGate(True, False), FusedGate(True, True, 1.702, 7.0))
@@ -132,6 +133,13 @@ def check_routing() -> None:
                 check_exchange(tokens, top_k, experts, ranks, skew, kind)
 
 
+def check_puts() -> None:
+    """Rows of odd sizes in every dtype, one rank that gets nothing, up to as many ranks as there may be."""
+    for sizes in ((9, 2, 7, 3, 5), (4, 3, 16, 8, 8), (1, 1, 2, 2, 1)):
+        for dtype in (torch.float32, torch.bfloat16):
+            check_writes(*sizes, dtype, "cpu")
+
+
 def check_compiled_once() -> None:
     """Whatever a step's tokens, routing and plan, no kernel is compiled anew: what Triton compiles for is alike.
 
@@ -239,7 +247,7 @@ def _check_sums(dtype: torch.dtype, before: float, parts: list[Part]) -> None:
 
 
 CHECKS = ["check_gates", "check_rows", "check_routing", "check_compiled_once", "check_retained_graph", "check_copies"]
-CHECKS += ["check_sums", "check_gates_of_any_layout"]
+CHECKS += ["check_sums", "check_gates_of_any_layout", "check_puts"]
 
 
 @pytest.fixture(scope="module")
