@@ -112,6 +112,31 @@ def _put_rows_kernel(
     _put_row(source, index, row, start, base, columns, BLOCK)
 
 
+@triton.jit
+def _put_messages(message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of the messages' words, three for each choice."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    all_rows = tl.load(ends + RANKS * blocks - 1).to(tl.int64)
+    rank, start, inside = at * 0, at * 0, at < 0
+    for one in tl.static_range(RANKS):
+        stop = (tl.load(ends + (RANKS + one + 1) * blocks - 1).to(tl.int64) - all_rows) * 3
+        rank += (at >= stop).to(tl.int64)
+        start = tl.where(at >= stop, stop, start)
+        inside = at < stop
+    base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
+    target = base.to(tl.pointer_type(tl.int32)) + (at - start)
+    tl.store(target, tl.load(message + at, mask=inside), mask=inside)
+
+
+@triton.jit
+def _tell(loads, ends, target, blocks, experts, RANKS: tl.constexpr, TOLD: tl.constexpr):
+    """Loads, and where rows to each rank end."""
+    at = tl.arange(0, TOLD)
+    tl.store(target + at, tl.load(loads + at, mask=at < experts), mask=at < experts)
+    last = tl.load(ends + (at + 1) * blocks - 1, mask=at < RANKS)
+    tl.store(target + experts + at, last.to(tl.int64), mask=at < RANKS)
+
+
 @triton.jit(
     do_not_specialize=[*_BASES, *_TOLD, "rows", "choices", "blocks"],
     do_not_specialize_on_alignment=["index", "message", "loads", "ends"],
@@ -129,38 +154,20 @@ def _ahead_kernel(
     program = tl.program_id(0).to(tl.int64)
     if program < rows:
         rank, start, stop = program * 0, program * 0, program * 0
-        for one in range(RANKS):
-            last = tl.load(ends + (one + 1) * blocks - 1).to(tl.int64)
-            later = program >= last
-            rank += later.to(tl.int64)
-            start = tl.where(later, last, start)
-            stop = last
+        for one in tl.static_range(RANKS):
+            stop = tl.load(ends + (one + 1) * blocks - 1).to(tl.int64)
+            rank += (program >= stop).to(tl.int64)
+            start = tl.where(program >= stop, stop, start)
         if program < stop:
             base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS) + behind
             _put_row(source, index, program, start, base, columns, BLOCK)
     elif tl.program_id(1) == 0:
         block = program - rows
         if block < choices:
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            all_rows = tl.load(ends + RANKS * blocks - 1).to(tl.int64)
-            rank, start, stop = at * 0, at * 0, at * 0
-            for one in range(RANKS):
-                last = (tl.load(ends + (RANKS + one + 1) * blocks - 1).to(tl.int64) - all_rows) * 3
-                later = at >= last
-                rank += later.to(tl.int64)
-                start = tl.where(later, last, start)
-                stop = at * 0 + last
-            inside = at < stop
-            base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
-            target = base.to(tl.pointer_type(tl.int32)) + (at - start)
-            tl.store(target, tl.load(message + at, mask=inside), mask=inside)
+            _put_messages(message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, RANKS, BLOCK)
         else:
             base = _one_of(block - choices, t0, t1, t2, t3, t4, t5, t6, t7, RANKS)
-            target = base.to(tl.pointer_type(tl.int64))
-            at = tl.arange(0, TOLD)
-            tl.store(target + at, tl.load(loads + at, mask=at < experts), mask=at < experts)
-            last = tl.load(ends + (at + 1) * blocks - 1, mask=at < RANKS)
-            tl.store(target + experts + at, last.to(tl.int64), mask=at < RANKS)
+            _tell(loads, ends, base.to(tl.pointer_type(tl.int64)), blocks, experts, RANKS, TOLD)
 
 
 def put(tensor: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None:
