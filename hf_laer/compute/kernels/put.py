@@ -94,9 +94,11 @@ def _put_row(source, index, row, start, base, columns, BLOCK: tl.constexpr):
     inside = column < columns
     token = tl.load(index + row)
     value = tl.load(source + token * columns + column, mask=inside)
-    # Slots are aligned; the compiler, which does not know, would move one element at a time.
-    target = tl.multiple_of(base, 16).to(tl.pointer_type(source.dtype.element_ty))
-    tl.store(target + (row - start) * columns + column, value, mask=inside)
+    target = base.to(tl.pointer_type(source.dtype.element_ty)) + (row - start) * columns + column
+    if columns % 8 == 0:
+        # Rows of 16 bytes at least, in aligned places: the compiler, which does not know, moves one element at a time.
+        target = tl.max_contiguous(tl.multiple_of(target, 16), BLOCK)
+    tl.store(target, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["index"])
@@ -182,7 +184,7 @@ def put(tensor: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None
 
 
 def put_rows(tokens: torch.Tensor, index: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None:
-    """The rows ``[R]`` of ``[T, H]`` that ``index`` names, as :func:`put`."""
+    """The rows ``[R]`` of ``[T, H]`` that ``index`` names, as :func:`put`; addresses are multiples of 16."""
     columns = tokens.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(columns))
     grid, numbers = (ends[-1], triton.cdiv(columns, block)), (*_eight(bases), *_eight(ends))
@@ -205,8 +207,8 @@ def put_ahead(
         leaving: What leaves this rank.
         loads: int64 ``[E]``.
         most_rows: No more rows than this leave; 0: neither rows nor messages are put.
-        bases: Addresses of this rank's place on each rank; messages come first.
-        behind: So many bytes behind come the rows.
+        bases: Addresses of this rank's place on each rank, multiples of 16; messages come first.
+        behind: So many bytes behind come the rows, likewise.
         told: Addresses on each rank for int64 ``[E + N]``: loads, and where rows to each rank end.
     """
     (columns, experts), ranks = (tokens.shape[1], len(loads)), len(bases)
