@@ -18,7 +18,7 @@ from hf_laer.choice import Choice, choose, settled
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.local import LocalCommunicator
-from hf_laer.comm.routes import depart, known_routes, make_routes, most_rows
+from hf_laer.comm.routes import depart, go, known_routes, make_routes, most_rows
 from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import Leaving, count
 from hf_laer.compute.spec import ExpertsSpec
@@ -337,7 +337,7 @@ class Engine:
         leaving = leave_early(layer, tokens.size, top_k_index, top_k_weights, counted)
         self.unsharder.settle(layer.name, self.era())
         dtype = self.compute_dtype_for(hidden)
-        (loads, rows, ahead), placements = self._gather(layer, counted.loads, leaving, hidden.to(dtype), top_k)
+        (loads, rows, gone), placements = self._gather(layer, counted.loads, leaving, hidden.to(dtype), top_k)
         started = time.perf_counter()
         plans = self._plans(layer, loads, placements, top_k)
         planned = time.perf_counter() - started
@@ -353,13 +353,16 @@ class Engine:
         leaving, rows = (leaving, rows) if layer.unspilled else (None, None)
         most_tokens = int(loads.sum(1).max()) // top_k
         tokens.reserve(most_tokens, top_k, hidden.shape[1] * dtype.itemsize)
-        ahead = ahead if ahead is not None and layer.unspilled and ahead.holds(most_tokens) else None
-        told = mine.split, group[: tokens.rank].sum(0), own, arrangement, tokens, leaving, ahead
-        departure = depart(top_k_index, top_k_weights, counted, *told)
-        if rows is None:
-            routes = make_routes(departure, most_rows(group, own, top_k), tokens)
-        else:
-            routes = known_routes(departure, self._my_rows(rows, tokens.size), tokens.rank, ahead)
+        gone = gone if gone is not None and layer.unspilled and gone.holds(most_tokens) else None
+        choices, told = (top_k_index, top_k_weights, counted), (own, arrangement, tokens)
+        routes = go(hidden.to(dtype), *choices, mine.split, group, *told) if rows is None else None
+        if routes is None:
+            departure = depart(*choices, mine.split, group[: tokens.rank].sum(0), *told, leaving, gone)
+            if rows is None:
+                routes = make_routes(departure, most_rows(group, own, top_k), tokens)
+            else:
+                rows = self._my_rows(rows, tokens.size)
+                routes = known_routes(departure, rows[tokens.rank], rows[:, tokens.rank], gone)
         last = None if self.passes.is_first() else self._before
         run = Run(routes, table, top_k_index, micro_batch, self.era(), last)
         self._before = layer.name, table

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_laer.comm.base import Ahead, Communicator
+from hf_laer.comm.base import Communicator, Gone
 from hf_laer.compute.routing import Counted, Leaving, Shares, leave
 from hf_laer.layer import MoELayer
 from hf_laer.plan import chunk_owners
@@ -28,12 +28,12 @@ class Told(NamedTuple):
     Args:
         loads: int64 ``[N, E]``, their loads.
         rows: int64 ``[N, G]``, their rows for each owner in their token group of G ranks, where all worked them out.
-        ahead: These rows, where they have set out.
+        gone: These rows, where they have set out.
     """
 
     loads: np.ndarray
     rows: np.ndarray | None
-    ahead: Ahead | None = None
+    gone: Gone | None = None
 
 
 def leave_early(
@@ -73,12 +73,12 @@ def tell_ahead(
         tokens: ``[T, H]``.
         top_k: K.
     """
-    ahead = everyone.start_ahead(loads, leaving, tokens, top_k)
-    if ahead is None:
+    gone = everyone.start(tokens, leaving, top_k, loads)
+    if gone is None:
         return None
-    told = everyone.to_host(ahead.told).numpy()
+    told = everyone.to_host(gone.told).numpy()
     rows = np.diff(told[:, len(loads) :], prepend=0)
-    return Told(np.ascontiguousarray(told[:, : len(loads)]), rows, ahead)
+    return Told(np.ascontiguousarray(told[:, : len(loads)]), rows, gone)
 
 
 def tell(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_laer.comm.base import Ahead, Communicator, Pending
+from hf_laer.comm.base import Communicator, Gone, Pending, Picked
 from hf_laer.compute.routing import Leaving
 
 
@@ -73,18 +73,25 @@ class Stopwatch:
         return arrived
 
     def start_all_to_all(
-        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Pending:
         """The other's; its wait is timed."""
-        return _Timed(self.inner.start_all_to_all(tensor, send, receive, index), self._marks, tensor.is_cuda)
+        return _Timed(self.inner.start_all_to_all(tensor, send, receive, picked), self._marks, tensor.is_cuda)
+
+    @property
+    def can_start(self) -> bool:
+        """The other's."""
+        return self.inner.can_start
 
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
         """The other's."""
         self.inner.reserve(tokens, top_k, row_bytes)
 
-    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> Ahead | None:
-        """The other's; what waits for loads is not counted."""
-        return self.inner.start_ahead(loads, leaving, tokens, top_k)
+    def start(
+        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
+    ) -> Gone | None:
+        """The other's, which is not timed: nothing else could run meanwhile."""
+        return self.inner.start(tokens, leaving, top_k, loads)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The other's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -19,14 +19,13 @@ class Pending(Protocol):
         ...
 
 
-class Ahead(Protocol):
-    """Messages and rows that set out before the loads were known, as for a plan that leaves tokens with their owners.
+class Gone(Protocol):
+    """Messages and rows that have set out, though nobody knew how many."""
 
-    Attributes:
-        told: int64 ``[size, E + size]``: of each rank, its loads, and where its rows for each rank end.
-    """
-
-    told: torch.Tensor
+    @property
+    def told(self) -> torch.Tensor:
+        """int64 ``[size, E + size]``: of each rank, its loads, and where its rows for each rank end, if it told them."""
+        ...
 
     def holds(self, most_tokens: int) -> bool:
         """Whether all of every rank's set out, the largest of which had so many tokens; the same answer on all."""
@@ -37,8 +36,20 @@ class Ahead(Protocol):
         ...
 
     def rows(self, receive: Sequence[int]) -> Pending:
-        """``[R, H]``: ``receive[p]`` rows from each rank p."""
+        """``[R, H]``: ``receive[p]`` rows from each rank p, the last of which may mean nothing."""
         ...
+
+
+class Picked(NamedTuple):
+    """Which rows of a tensor leave.
+
+    Args:
+        index: int64 ``[at least R]``, those to each rank one after the other.
+        ends: ``[at least N, B]``, whose last column says where those to each rank end, if the host does not know.
+    """
+
+    index: torch.Tensor
+    ends: torch.Tensor | None = None
 
 
 class Communicator(Protocol):
@@ -47,6 +58,7 @@ class Communicator(Protocol):
     Attributes:
         size: Ranks in the group.
         rank: This rank's place in the group.
+        can_start: Whether :meth:`start` works for what room has been reserved for; the same on all ranks.
 
     Raises:
         CollectiveError: Every method, where the other ranks do not take part.
@@ -54,6 +66,11 @@ class Communicator(Protocol):
 
     size: int
     rank: int
+
+    @property
+    def can_start(self) -> bool:
+        """See above."""
+        ...
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[…]``, alike on every rank, to ``[size, …]``."""
@@ -64,9 +81,9 @@ class Communicator(Protocol):
         ...
 
     def start_all_to_all(
-        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Pending:
-        """As :meth:`all_to_all`, returning at once; of the rows that ``index`` names, if it is given."""
+        """As :meth:`all_to_all`, returning at once; of rows that are picked, if they are."""
         ...
 
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
@@ -79,14 +96,16 @@ class Communicator(Protocol):
         """
         ...
 
-    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> Ahead | None:
-        """Tells loads int64 ``[E]`` and sends what leaves at once, where tokens can travel so; the same on all ranks.
+    def start(
+        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
+    ) -> Gone | None:
+        """Sends messages and rows though no rank knows how many come, where they can travel so; alike on all ranks.
 
         Args:
-            loads: This rank's.
-            leaving: What leaves it if every token goes to its experts' owners.
             tokens: ``[T, H]``.
+            leaving: What leaves this rank.
             top_k: K.
+            loads: int64 ``[E]``, to be told to all along with it.
         """
         ...
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_laer.comm.base import Communicator, Pending
+from hf_laer.comm.base import Communicator, Pending, Picked
 from hf_laer.comm.watch import CollectiveError, Watch, Where
 
 if TYPE_CHECKING:
@@ -234,17 +234,24 @@ class CheckedCommunicator:
         return self.start_all_to_all(tensor, send, receive).wait()
 
     def start_all_to_all(
-        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Pending:
         """As the real one's."""
         self._check("all-to-all", self._purpose, self._ranks, _like(tensor, tensor.shape[1:]), send, receive)
-        return self._comm.start_all_to_all(tensor, send, receive, index)
+        return self._comm.start_all_to_all(tensor, send, receive, picked)
+
+    @property
+    def can_start(self) -> bool:
+        """Never."""
+        return False
 
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
         """As the real one's."""
         self._comm.reserve(tokens, top_k, row_bytes)
 
-    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> None:
+    def start(
+        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
+    ) -> None:
         """Nothing sets out before it has been compared."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from hf_laer.comm.base import Picked
     from hf_laer.compute.routing import Leaving
 
 
@@ -38,15 +39,22 @@ class LocalCommunicator:
         return tensor
 
     def start_all_to_all(
-        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Arrived:
         """The tensor itself, or some of its rows, arrived."""
-        return Arrived(tensor if index is None else tensor.index_select(0, index))
+        return Arrived(tensor if picked is None else tensor.index_select(0, picked.index))
+
+    @property
+    def can_start(self) -> bool:
+        """Never."""
+        return False
 
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
         """Nothing: messages need no room."""
 
-    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> None:
+    def start(
+        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
+    ) -> None:
         """Messages need to know how long they are."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

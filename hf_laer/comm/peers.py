@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from hf_laer.comm.arena import PULLING, Arena, make_arena
-from hf_laer.comm.base import Ahead, Pending
+from hf_laer.comm.base import Pending, Picked
 from hf_laer.comm.process_group import ProcessGroupCommunicator
 from hf_laer.compute.kernels import usable
 from hf_laer.compute.routing import Leaving
@@ -102,15 +102,21 @@ class _Arriving:
 
 
 @dataclass(eq=False)
-class PutAhead:
-    """Messages and rows that are in their places: see :class:`~hf_laer.comm.base.Ahead`."""
+class Put:
+    """Messages and rows that are in their places: see :class:`~hf_laer.comm.base.Gone`."""
 
     peers: PeerCommunicator
-    told: torch.Tensor
     room: Room
     message: torch.Tensor
     tokens: torch.Tensor
-    _places: list[torch.Tensor] = field(default_factory=list)
+    places: list[torch.Tensor]
+    _told: torch.Tensor | None
+
+    @property
+    def told(self) -> torch.Tensor:
+        """See :class:`~hf_laer.comm.base.Gone`."""
+        assert self._told is not None
+        return self._told
 
     def holds(self, most_tokens: int) -> bool:
         """Whether every rank's tokens had room."""
@@ -118,11 +124,11 @@ class PutAhead:
 
     def messages(self, receive: Sequence[int]) -> Pending:
         """What of the other ranks' choices is for this one."""
-        return self.peers.expect(_Arriving(self.peers, self._places, receive, self.message, None))
+        return self.peers.expect(_Arriving(self.peers, self.places, receive, self.message, None))
 
     def rows(self, receive: Sequence[int]) -> Pending:
         """The other ranks' rows for this one."""
-        places = [place[self.room.rows_at :] for place in self._places]
+        places = [place[self.room.rows_at :] for place in self.places]
         return self.peers.expect(_Arriving(self.peers, places, receive, self.tokens, None))
 
 
@@ -151,6 +157,11 @@ class PeerCommunicator:
     def nbytes(self) -> int:
         """Of the shared memory on each rank."""
         return 0 if self._arena is None else self._arena.nbytes
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there is memory to put into."""
+        return self._arena is not None
 
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
         """Makes room for exchanges of so many tokens per rank. Collective; the same numbers on all ranks.
@@ -191,33 +202,40 @@ class PeerCommunicator:
         return self.start_all_to_all(tensor, send, receive).wait()
 
     def start_all_to_all(
-        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Pending:
-        """As :meth:`all_to_all`, returning at once; of the rows that ``index`` names, if it is given."""
+        """As :meth:`all_to_all`, returning at once; of rows that are picked, if they are."""
         if self._arena is None:
-            return self.inner.start_all_to_all(tensor, send, receive, index)
+            return self.inner.start_all_to_all(tensor, send, receive, picked)
         self._check_room(tensor, send, receive)
-        turn, ends = self._next(), list(itertools.accumulate(send))
+        turn = self._next()
+        places = [self._place(turn, rank, self.rank) for rank in range(self.size)]
         with self._arena.aside(self._arena.mark(), PULLING):
-            self._put(tensor, ends, [self._place(turn, rank, self.rank) for rank in range(self.size)], index)
+            if picked is None or picked.ends is None:
+                self._put(tensor, list(itertools.accumulate(send)), places, picked and picked.index)
+            else:
+                self._put_unknown(tensor, picked.index, picked.ends, sum(send), places)
             self._arena.meet()
             mark = self._arena.mark()
-        places = [self._place(turn, self.rank, rank) for rank in range(self.size)]
-        return self.expect(_Arriving(self, places, receive, tensor, mark))
+        mine = [self._place(turn, self.rank, rank) for rank in range(self.size)]
+        return self.expect(_Arriving(self, mine, receive, tensor, mark))
 
-    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> PutAhead | None:
+    def start(
+        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
+    ) -> Put | None:
         """See :class:`~hf_laer.comm.base.Communicator`."""
-        row_bytes, words = tokens.shape[1] * tokens.itemsize, len(loads) + self.size
+        row_bytes, words = tokens.shape[1] * tokens.itemsize, 0 if loads is None else len(loads) + self.size
         if self._arena is None or words * 8 > self._told_bytes or not self._room.holds(Room(0, top_k, row_bytes)):
             return None
-        turn, fits = self._next(), len(tokens) <= self._room.tokens
-        told = [self._told(turn, rank, words * 8) for rank in range(self.size)]
+        turn = self._next()
         places = [self._place(turn, rank, self.rank) for rank in range(self.size)]
-        self._put_ahead(tokens, leaving, loads, fits, places, told)
+        told = [] if loads is None else [self._told(turn, rank, words * 8) for rank in range(self.size)]
+        fits = len(tokens) <= self._room.tokens
+        self._put_all(tokens, leaving, loads, len(tokens) * leaving.token_rows.shape[1] if fits else 0, places, told)
         self._arena.meet()
-        here = self._told_here(turn, words * 8).view(torch.int64).view(self.size, words)
+        here = self._told_here(turn, words * 8).view(torch.int64).view(self.size, words) if words else None
         mine = [self._place(turn, self.rank, rank) for rank in range(self.size)]
-        return PutAhead(self, here, self._room, leaving.message, tokens, mine)
+        return Put(self, self._room, leaving.message, tokens, mine, here)
 
     def expect(self, arriving: _Arriving) -> _Arriving:
         """Sees to it that it is taken out of its places in time."""
@@ -298,27 +316,43 @@ class PeerCommunicator:
         for start, stop, place in zip([0, *ends], ends, places, strict=False):
             _write(place, rows[start:stop])
 
-    def _put_ahead(
+    def _put_unknown(
+        self, tensor: torch.Tensor, index: torch.Tensor, ends: torch.Tensor, most: int, places: Sequence[torch.Tensor]
+    ) -> None:
+        """As :meth:`_put`, where only the device knows how many rows there are, at most ``most``."""
+        if most == 0:
+            return
+        if usable(tensor):
+            from hf_laer.compute.kernels.put import put_all
+
+            put_all(tensor, index, ends, most, [place.data_ptr() for place in places], 0)
+        else:
+            rows = ends[: self.size, -1].tolist()
+            self._put(tensor, rows, places, index[: rows[-1]])
+
+    def _put_all(
         self,
         tokens: torch.Tensor,
         leaving: Leaving,
-        loads: torch.Tensor,
-        fits: bool,
+        loads: torch.Tensor | None,
+        most: int,
         places: Sequence[torch.Tensor],
         told: Sequence[torch.Tensor],
     ) -> None:
+        """Messages and at most ``most`` rows, none of either where that is 0; and what all ranks are told."""
         rows_at, ranks = self._room.rows_at, self.size
         if usable(tokens):
-            from hf_laer.compute.kernels.put import put_ahead
+            from hf_laer.compute.kernels.put import put_all
 
-            most = len(tokens) * leaving.token_rows.shape[1] if fits else 0
-            addresses = [[place.data_ptr() for place in some] for some in (places, told)]
-            put_ahead(tokens, leaving, loads, most, addresses[0], rows_at, addresses[1])
+            if most or told:
+                bases, addresses = ([place.data_ptr() for place in some] for some in (places, told))
+                message = leaving.message if most else None
+                put_all(tokens, leaving.row_token, leaving.ends, most, bases, rows_at, message, loads, addresses)
             return
         ends = leaving.ends[:, -1]
-        for place in told:
+        for place in told if loads is not None else ():
             _write(place, torch.cat([loads, ends[:ranks]]))
-        if fits:
+        if most:
             rows, choices = ends[:ranks].tolist(), (ends[ranks : 2 * ranks] - ends[ranks - 1]).tolist()
             self._put(leaving.message, choices, places)
             self._put(tokens, rows, [place[rows_at:] for place in places], leaving.row_token[: rows[-1]])

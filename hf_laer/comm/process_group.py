@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hf_laer.comm.watch import Watch, Where
 
 if TYPE_CHECKING:
+    from hf_laer.comm.base import Picked
     from hf_laer.compute.routing import Leaving
 
 # torch 2.13 renamed it.
@@ -72,20 +73,27 @@ class ProcessGroupCommunicator:
         return self.start_all_to_all(tensor, send, receive).wait()
 
     def start_all_to_all(
-        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], index: torch.Tensor | None = None
+        self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> PendingWork:
-        """As :meth:`all_to_all`, returning at once; of the rows that ``index`` names, if it is given."""
-        tensor = tensor.contiguous() if index is None else tensor.index_select(0, index)
+        """As :meth:`all_to_all`, returning at once; of rows that are picked, if they are."""
+        tensor = tensor.contiguous() if picked is None else tensor.index_select(0, picked.index)
         received = tensor.new_empty(sum(receive), *tensor.shape[1:])
         start = partial(
             dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True
         )
         return self._start("all-to-all", start, received, tensor)
 
+    @property
+    def can_start(self) -> bool:
+        """Never."""
+        return False
+
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
         """Nothing: messages need no room."""
 
-    def start_ahead(self, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int) -> None:
+    def start(
+        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
+    ) -> None:
         """Messages need to know how long they are."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

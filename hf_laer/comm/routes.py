@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_laer.comm.base import Ahead, Communicator, Pending
+from hf_laer.comm.base import Communicator, Gone, Pending, Picked
 from hf_laer.compute.grouped_gemm import Arrangement, Groups
 from hf_laer.compute.routing import Counted, Leaving, OwnRows, arrive, leave, rows_both_ways, shares_and_rows
 from hf_laer.plan.own import OwnPart
@@ -45,18 +45,18 @@ class Routes:
     """The exchange of one micro-batch and layer, the same forward, backward and in a recompute.
 
     Args:
-        row_token: int64 ``[R_out]``, the token of each row that leaves, by destination, then token.
+        picked: The token of each row that leaves, by destination, then token.
         token_rows: int64 ``[T, ≤K]``, the rows of each token; -1 for none.
         choices: int64 ``[A_out]``, which ``t * K + k`` each assignment is, in the order they travel.
-        send_rows: Rows to each rank.
-        receive_rows: Rows from each rank.
+        send_rows: Rows to each rank, or as many as there may be.
+        receive_rows: Rows from each rank, likewise.
         send_choices: Assignments to each rank.
         receive_choices: Assignments from each rank.
         arriving: Makes the tables of what arrives, once.
         set_out: The tokens, where they set out before the plan was known.
     """
 
-    row_token: torch.Tensor
+    picked: Picked
     token_rows: torch.Tensor
     choices: torch.Tensor
     send_rows: list[int]
@@ -108,7 +108,7 @@ def depart(
     arrangement: Arrangement,
     comm: Communicator,
     leaving: Leaving | None = None,
-    ahead: Ahead | None = None,
+    gone: Gone | None = None,
 ) -> Departure:
     """Works out what leaves this rank and tells the others. Collective over ``comm``.
 
@@ -122,7 +122,7 @@ def depart(
         arrangement: How the rows of this rank's slots are to lie.
         comm: The token group.
         leaving: What leaves this rank, if that is known.
-        ahead: The messages, if they have set out.
+        gone: The messages, if they have set out.
     """
     device = top_k_index.device
     if leaving is None:
@@ -131,7 +131,7 @@ def depart(
     else:
         rows = OwnRows.of(own, arrangement, device)
     send, receive = own.sent.tolist(), own.received.tolist()
-    pending = comm.start_all_to_all(leaving.message, send, receive) if ahead is None else ahead.messages(receive)
+    pending = comm.start_all_to_all(leaving.message, send, receive) if gone is None else gone.messages(receive)
     return Departure(leaving, rows, arrangement, pending, send, receive, top_k_index.shape[1])
 
 
@@ -152,22 +152,69 @@ def make_routes(departure: Departure, most_rows: int, comm: Communicator) -> Rou
     return _routes(departure, send_rows, receive_rows, lambda: served)
 
 
-def known_routes(departure: Departure, rows: np.ndarray, rank: int, ahead: Ahead | None = None) -> Routes:
+def known_routes(
+    departure: Departure, send: np.ndarray, receive: np.ndarray, gone: Gone | None = None
+) -> Routes:
     """The exchange where the host has no need to wait.
 
     Args:
         departure: From :func:`depart`.
-        rows: int64 ``[N, N]``, from each rank to each.
-        rank: This one.
-        ahead: The tokens, if they have set out.
+        send: int64 ``[N]``, rows to each rank.
+        receive: int64 ``[N]``, rows from each rank.
+        gone: The tokens, if they have set out.
     """
-    send_rows, receive_rows = rows[rank].tolist(), rows[:, rank].tolist()
+    send_rows, receive_rows = send.tolist(), receive.tolist()
 
     def arriving() -> Served:
         return _serve(departure, departure.pending.wait(), sum(receive_rows))
 
     routes = _routes(departure, send_rows, receive_rows, arriving)
-    routes.set_out = None if ahead is None else ahead.rows(receive_rows)
+    routes.set_out = None if gone is None else gone.rows(receive_rows)
+    return routes
+
+
+def go(
+    tokens: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    counted: Counted,
+    split: Split,
+    group: np.ndarray,
+    own: OwnPart,
+    arrangement: Arrangement,
+    comm: Communicator,
+) -> Routes | None:
+    """The exchange where messages and rows set out together and the host never learns how many rows there are.
+
+    It knows how many there are at most, one for each token and for each choice: so many it makes room for, the last of
+    each rank's may mean nothing. Collective over ``comm``; ``None`` where tokens cannot travel so, on all ranks.
+
+    Args:
+        tokens: ``[T, H]``.
+        top_k_index: int64 ``[T, K]``, chosen experts.
+        top_k_weights: ``[T, K]``, routing weights.
+        counted: The choices, counted.
+        split: Which replica serves which part of each expert's stream.
+        group: int64 ``[N, E]``, the loads of the ranks of ``comm``.
+        own: This rank's part of the plan.
+        arrangement: How the rows of this rank's slots are to lie.
+        comm: The token group.
+    """
+    if not comm.can_start:
+        return None
+    send_rows = np.minimum(own.sent, len(top_k_index))
+    receive_rows = np.minimum(own.received, group.sum(1) // top_k_index.shape[1])
+    starts = np.stack([send_rows.cumsum() - send_rows, receive_rows.cumsum() - receive_rows])
+    before, device = group[: comm.rank].sum(0), top_k_index.device
+    shares, rows = shares_and_rows(split, before, own, arrangement, device, starts)
+    assert rows.starts is not None
+    leaving = leave(top_k_index, top_k_weights, shares, counted, rows.starts[0])
+    gone = comm.start(tokens, leaving, top_k_index.shape[1])
+    assert gone is not None
+    send, receive = own.sent.tolist(), own.received.tolist()
+    departure = Departure(leaving, rows, arrangement, gone.messages(receive), send, receive, top_k_index.shape[1])
+    routes = known_routes(departure, send_rows, receive_rows, gone)
+    routes.picked = Picked(leaving.row_token, leaving.ends)
     return routes
 
 
@@ -176,7 +223,7 @@ def _routes(
 ) -> Routes:
     leaving = departure.leaving
     return Routes(
-        row_token=leaving.row_token[: sum(send_rows)],
+        picked=Picked(leaving.row_token[: sum(send_rows)]),
         token_rows=leaving.token_rows,
         choices=leaving.choices,
         send_rows=send_rows,
@@ -190,7 +237,8 @@ def _routes(
 def _serve(departure: Departure, received: torch.Tensor, rows: int) -> Served:
     """The tables of what arrived, of at least R rows."""
     places, ends = departure.own.slots
-    arrived = arrive(received, departure.own.edges[1], rows, departure.top_k, places)
+    starts = None if departure.own.starts is None else departure.own.starts[1]
+    arrived = arrive(received, departure.own.edges[1], rows, departure.top_k, places, starts)
     groups = Groups(departure.arrangement, ends, arrived.slot)
     return Served(arrived.source_row, arrived.arrival, arrived.row_places, arrived.gates, groups)
 

@@ -19,7 +19,7 @@ def start_forward(tokens: torch.Tensor, dtype: torch.dtype, routes: Routes, comm
 
 def start_dispatch(tokens: torch.Tensor, routes: Routes, comm: Communicator) -> Pending:
     """``[T, H]`` set out for the ranks that serve them; ``[R_in, H]`` will arrive. Collective over ``comm``."""
-    return comm.start_all_to_all(tokens, routes.send_rows, routes.receive_rows, routes.row_token)
+    return comm.start_all_to_all(tokens, routes.send_rows, routes.receive_rows, routes.picked)
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,13 @@ class OwnRows:
             place of each of this rank's slots in the order of its rows, and where its rows end
             (:class:`~hf_laer.compute.grouped_gemm.Arrangement`).
         ranks: N.
+        starts: int32 ``[2, N]``, where the rows of each rank begin among those that come back from it, and among those
+            that come from it, where there is room for more than there are.
     """
 
     packed: torch.Tensor
     ranks: int
+    starts: torch.Tensor | None = None
 
     @classmethod
     def of(cls, own: OwnPart, arrangement: Arrangement, device: torch.device) -> OwnRows:
@@ -90,7 +93,12 @@ class OwnRows:
 
 
 def shares_and_rows(
-    split: Split, before: np.ndarray, own: OwnPart, arrangement: Arrangement, device: torch.device
+    split: Split,
+    before: np.ndarray,
+    own: OwnPart,
+    arrangement: Arrangement,
+    device: torch.device,
+    starts: np.ndarray | None = None,
 ) -> tuple[Shares, OwnRows]:
     """What a plan says of this rank's tokens, in one copy to ``device``.
 
@@ -100,13 +108,17 @@ def shares_and_rows(
         own: This rank's part of the plan.
         arrangement: How the rows of this rank's slots lie.
         device: The tokens'.
+        starts: int64 ``[2, N]``, see :class:`OwnRows`.
     """
     parts = (split.first, before, split.rank, split.slot, split.end)
-    packed = _packed((*parts, *_own_rows(own, arrangement)), device)
+    more = () if starts is None else (starts.ravel(),)
+    packed = _packed((*parts, *_own_rows(own, arrangement), *more), device)
     length, ranks = sum(map(len, parts)), len(own.sent)
     most = int((split.first[1:] - split.first[:-1]).max(initial=0))
     shares = Shares(packed[:length], split.num_experts, len(split.rank), most, ranks)
-    return shares, OwnRows(packed[length:], ranks)
+    if starts is None:
+        return shares, OwnRows(packed[length:], ranks)
+    return shares, OwnRows(packed[length : -2 * ranks], ranks, packed[-2 * ranks :].view(2, ranks))
 
 
 def _own_rows(own: OwnPart, arrangement: Arrangement) -> tuple[np.ndarray, ...]:
@@ -179,7 +191,13 @@ def count(top_k_index: torch.Tensor, num_experts: int) -> Counted:
     return Counted(_count(top_k_index.reshape(-1), num_experts))
 
 
-def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares, counted: Counted) -> Leaving:
+def leave(
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    shares: Shares,
+    counted: Counted,
+    starts: torch.Tensor | None = None,
+) -> Leaving:
     """Sorts this rank's choices by destination.
 
     Args:
@@ -187,11 +205,13 @@ def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares
         top_k_weights: ``[T, K]``, routing weights.
         shares: Who serves what.
         counted: From :func:`count`.
+        starts: int32 ``[N]``, where the rows that come back from each rank begin, if not one behind the other: so
+            ``token_rows`` counts them.
     """
     if counted.ends is not None:
         from hf_laer.compute.kernels.routing import leave as kernel
 
-        return Leaving(*kernel(top_k_index, top_k_weights, shares, counted.ends))
+        return Leaving(*kernel(top_k_index, top_k_weights, shares, counted.ends, starts))
     num_tokens, top_k = top_k_index.shape
     _, _, rank, slot, _ = shares.parts()
     replica = _replicas(top_k_index.reshape(-1), shares)
@@ -209,12 +229,20 @@ def leave(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares
     message = torch.stack([column.to(torch.int32) for column in columns], 1)
     token_rows = torch.full((num_tokens, min(top_k, shares.ranks)), -1, dtype=torch.int64, device=token.device)
     nth = _nth_of(token, opens, num_tokens)
-    token_rows[token[opens], nth[opens]] = row[opens]
+    back = row if starts is None else row + (starts.long() - first_row)[destination]
+    token_rows[token[opens], nth[opens]] = back[opens]
     ends = torch.cat([rows, _count(destination, shares.ranks)]).cumsum(0)
     return Leaving(row_token, token_rows, choices, message, ends.unsqueeze(1))
 
 
-def arrive(received: torch.Tensor, ends: torch.Tensor, rows: int, top_k: int, places_of: torch.Tensor) -> Arrived:
+def arrive(
+    received: torch.Tensor,
+    ends: torch.Tensor,
+    rows: int,
+    top_k: int,
+    places_of: torch.Tensor,
+    starts: torch.Tensor | None = None,
+) -> Arrived:
     """Sorts what arrived by slot, in the order of their places; assignments keep their order within a slot.
 
     Args:
@@ -223,14 +251,17 @@ def arrive(received: torch.Tensor, ends: torch.Tensor, rows: int, top_k: int, pl
         rows: At least R.
         top_k: K.
         places_of: int32 ``[S]``, each slot's place in the order.
+        starts: int32 ``[N]``, where the rows of each rank begin, if not one behind the other; then every row that is
+            not there has no places.
     """
     if usable(received) and len(received):
         from hf_laer.compute.kernels.routing import arrive as kernel
 
-        return Arrived(*kernel(received, ends, rows, top_k, places_of))
+        return Arrived(*kernel(received, ends, rows, top_k, places_of, starts))
     of_rank = row_counts(received, ends)
     choices = ends.diff(prepend=ends.new_zeros(1))
-    first_row = (of_rank.cumsum(0) - of_rank).repeat_interleave(choices, output_size=len(received))
+    first_rows = of_rank.cumsum(0) - of_rank if starts is None else starts.long()
+    first_row = first_rows.repeat_interleave(choices, output_size=len(received))
     row = received[:, 0].long() + first_row
     arrival = torch.argsort(places_of[received[:, 1].long()], stable=True)
     sorted_place = torch.empty_like(arrival)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_laer.comm import arena, peers
-from hf_laer.comm.peers import PeerCommunicator, PutAhead, Room
+from hf_laer.comm.base import Picked
+from hf_laer.comm.peers import PeerCommunicator, Put, Room
 from hf_laer.comm.process_group import ProcessGroupCommunicator
 from hf_laer.comm.watch import Watch
 from hf_laer.compute.routing import Shares, count, leave
@@ -29,8 +30,8 @@ def counted(call: Callable[[], Any]) -> Counter[str]:
     found: Counter[str] = Counter()
     ways = {
         "put": (PeerCommunicator, "_put"),
-        "told ahead": (PeerCommunicator, "_put_ahead"),
-        "rows ahead": (PutAhead, "rows"),
+        "all": (PeerCommunicator, "_put_all"),
+        "rows": (Put, "rows"),
         "made": (peers, "make_arena"),
         "sent": (ProcessGroupCommunicator, "start_all_to_all"),
     }
@@ -83,7 +84,7 @@ def exchanges(steps: int) -> None:
         send, receive = counts[rank].tolist(), counts[:, rank].tolist()
         dtype = (torch.float32, torch.bfloat16, torch.int32)[step % 3]
         tensor = torch.arange(2 * sum(send)).view(-1, 2).add(1000 * rank).to(dtype)
-        index = torch.randperm(len(tensor), generator=generator) if step % 2 else None
+        index = Picked(torch.randperm(len(tensor), generator=generator)) if step % 2 else None
         first = comm.start_all_to_all(tensor, send, receive, index)
         # The next one begins before this one is waited for.
         second = comm.start_all_to_all(tensor[:, :1], send, receive)
@@ -110,7 +111,7 @@ def ahead(experts: int, top_k: int) -> list[bool]:
         index = torch.rand(len(tokens), experts, generator=generator).topk(top_k).indices
         counts = count(index, experts)
         leaving = leave(index, torch.rand(len(tokens), top_k, generator=generator), shares, counts)
-        put = comm.start_ahead(counts.loads, leaving, tokens, top_k)
+        put = comm.start(tokens, leaving, top_k, counts.loads)
         assert put is not None
         told = inner.all_gather(torch.cat([counts.loads, leaving.ends[: comm.size, -1]]))
         assert torch.equal(put.told, told)
@@ -125,7 +126,7 @@ def ahead(experts: int, top_k: int) -> list[bool]:
 def _compare(
     comm: PeerCommunicator,
     inner: ProcessGroupCommunicator,
-    put: PutAhead,
+    put: Put,
     leaving: Any,
     tokens: torch.Tensor,
     told: torch.Tensor,

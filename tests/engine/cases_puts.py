@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 
 from hf_laer.comm import peers
+from hf_laer.comm.base import Picked
 from hf_laer.comm.peers import PeerCommunicator, Room
 from hf_laer.compute.routing import Leaving, Shares, count, leave
 from hf_laer.plan import chunk_owners
@@ -74,8 +75,10 @@ def check_puts(tokens: int, top_k: int, experts: int, ranks: int, hidden: int, d
         here = Leaving(*map(on, leaving))
         # The second time there is no room.
         for some in (rows, torch.cat([rows, rows])):
-            comm.start_ahead(on(counted.loads), here, on(some), top_k)
-        comm.start_all_to_all(on(rows), sent, [0] * ranks, here.row_token[: sum(sent)])
+            comm.start(on(some), here, top_k, on(counted.loads))
+        comm.start_all_to_all(on(rows), sent, [0] * ranks, Picked(here.row_token[: sum(sent)]))
+        comm.start_all_to_all(on(rows), [min(n, tokens) for n in choices], [0] * ranks, Picked(here.row_token, here.ends))
+        comm.start(on(rows), here, top_k)
         comm.start_all_to_all(here.message, choices, [0] * ranks)
         comm.start_all_to_all(on(rows)[: min(tokens, 3)], [0] * (ranks - 1) + [min(tokens, 3)], [0] * ranks)
         return [block.cpu() for block in comm._arena.blocks]  # type: ignore[union-attr]

@@ -61,7 +61,15 @@ def check_exchange(
         assert counted.loads.tolist() == loads[rank].tolist()
         there, _ = shares_and_rows(*told, torch.device(device))
         got = Leaving(*kernels.leave(one.to(device), weights.to(device), there, counted.ends))
-        _check_equal(want, got, row_token=int(row_counts(want.message, rows_of.edges[0]).sum()))
+        leaving_rows = int(row_counts(want.message, rows_of.edges[0]).sum())
+        _check_equal(want, got, row_token=leaving_rows)
+        # With room for more rows than there are.
+        starts = 2 * own[rank].sent.cumsum() - own[rank].sent
+        starts = torch.from_numpy(starts).int()
+        want_apart = leave(one, weights, shares, count(one, experts), starts)
+        got_apart = kernels.leave(one.to(device), weights.to(device), there, counted.ends, starts.to(device))
+        _check_equal(want_apart, Leaving(*got_apart), row_token=leaving_rows)
+        assert torch.equal(want_apart.message, want.message)
         messages.append(want.message.split(own[rank].sent.tolist()))
         edges.append(rows_of.edges)
     for rank in range(ranks):
@@ -76,6 +84,11 @@ def check_exchange(
             want = arrive(received, edges[rank][1], bound, top_k, places_of[rank])
             got = Arrived(*kernels.arrive(here[1], here[2][1], bound, top_k, here[3]))
             _check_equal(want, got, row_places=arriving)
+            room = torch.from_numpy(own[rank].received)
+            starts, bound = (room.cumsum(0) - room).int(), len(received)
+            want = arrive(received, edges[rank][1], bound, top_k, places_of[rank], starts)
+            got = Arrived(*kernels.arrive(here[1], here[2][1], bound, top_k, here[3], starts.to(device)))
+            _check_equal(want, got)
 
 
 def _check_equal(want: Leaving | Arrived, got: Leaving | Arrived, **valid: int) -> None:

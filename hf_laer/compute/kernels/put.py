@@ -8,16 +8,12 @@ Letters in shapes: A assignments, B blocks of assignments, E experts, N ranks, R
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from hf_laer.compute.kernels.launch import launch
-
-if TYPE_CHECKING:
-    from hf_laer.compute.routing import Leaving
 
 # Ranks that a launch has numbers for.
 MOST_RANKS = 8
@@ -143,13 +139,13 @@ def _tell(loads, ends, target, blocks, experts, RANKS: tl.constexpr, TOLD: tl.co
     do_not_specialize=[*_BASES, *_TOLD, "rows", "choices", "blocks"],
     do_not_specialize_on_alignment=["index", "message", "loads", "ends"],
 )
-def _ahead_kernel(
+def _put_all_kernel(
     source, index, message, loads, ends, b0, b1, b2, b3, b4, b5, b6, b7, t0, t1, t2, t3, t4, t5, t6, t7,
     rows, choices, blocks,
-    behind: tl.constexpr, experts: tl.constexpr, columns: tl.constexpr, RANKS: tl.constexpr, TOLD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    behind: tl.constexpr, experts: tl.constexpr, columns: tl.constexpr, RANKS: tl.constexpr,
+    MESSAGES: tl.constexpr, TELLS: tl.constexpr, TOLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a rank has for others before anybody knows the plan.
+    """What a rank has for others, where only the device knows how much that is.
 
     First the rows, one by one and as many as there may be; then the words of the messages; then what each rank is told.
     """
@@ -166,8 +162,9 @@ def _ahead_kernel(
     elif tl.program_id(1) == 0:
         block = program - rows
         if block < choices:
-            _put_messages(message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, RANKS, BLOCK)
-        else:
+            if MESSAGES:
+                _put_messages(message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, RANKS, BLOCK)
+        elif TELLS:
             base = _one_of(block - choices, t0, t1, t2, t3, t4, t5, t6, t7, RANKS)
             _tell(loads, ends, base.to(tl.pointer_type(tl.int64)), blocks, experts, RANKS, TOLD)
 
@@ -191,34 +188,39 @@ def put_rows(tokens: torch.Tensor, index: torch.Tensor, ends: Sequence[int], bas
     launch(_put_rows_kernel, grid, (tokens.contiguous(), index), numbers, (columns, len(ends), block))
 
 
-def put_ahead(
+def put_all(
     tokens: torch.Tensor,
-    leaving: Leaving,
-    loads: torch.Tensor,
-    most_rows: int,
+    index: torch.Tensor,
+    ends: torch.Tensor,
+    most: int,
     bases: Sequence[int],
     behind: int,
-    told: Sequence[int],
+    message: torch.Tensor | None = None,
+    loads: torch.Tensor | None = None,
+    told: Sequence[int] = (),
 ) -> None:
-    """What a rank has for others before a plan is known.
+    """What a rank has for others, where only the device knows how much that is.
 
     Args:
         tokens: ``[T, H]``.
-        leaving: What leaves this rank.
-        loads: int64 ``[E]``.
-        most_rows: No more rows than this leave; 0: neither rows nor messages are put.
+        index: int64 ``[at least R]``, the rows that leave.
+        ends: ``[at least N, B]``, where those to each rank end, in the last column; then where its choices do, counted
+            on from there.
+        most: No more rows than this leave.
         bases: Addresses of this rank's place on each rank, multiples of 16; messages come first.
         behind: So many bytes behind come the rows, likewise.
+        message: int32 ``[A, 3]``, if there is one.
+        loads: int64 ``[E]``, if they are told.
         told: Addresses on each rank for int64 ``[E + N]``: loads, and where rows to each rank end.
     """
-    (columns, experts), ranks = (tokens.shape[1], len(loads)), len(bases)
+    columns, ranks, experts = tokens.shape[1], len(bases), 0 if loads is None else len(loads)
     block = min(_BLOCK, triton.next_power_of_2(columns))
-    choices = triton.cdiv(leaving.message.numel(), block) if most_rows else 0
-    grid = most_rows + choices + ranks, triton.cdiv(columns, block) if most_rows else 1
-    tensors = tokens.contiguous(), leaving.row_token, leaving.message, loads, leaving.ends
-    numbers = (*_eight(bases), *_eight(told), most_rows, choices, leaving.ends.shape[1])
-    width = triton.next_power_of_2(max(experts, ranks))
-    launch(_ahead_kernel, grid, tensors, numbers, (behind, experts, columns, ranks, width, block))
+    choices = 0 if message is None else triton.cdiv(message.numel(), block)
+    grid = most + choices + len(told), triton.cdiv(columns, block) if most else 1
+    tensors = tokens.contiguous(), index, message, loads, ends
+    numbers = (*_eight(bases), *_eight(told), most, choices, ends.shape[1])
+    kinds = message is not None, loads is not None, triton.next_power_of_2(max(experts, ranks))
+    launch(_put_all_kernel, grid, tensors, numbers, (behind, experts, columns, ranks, *kinds, block))
 
 
 def _eight(numbers: Sequence[int]) -> list[int]:

@@ -119,11 +119,11 @@ def _open_kernel(
 
 @triton.jit(
     do_not_specialize=["total", "blocks"],
-    do_not_specialize_on_alignment=["rank", "slot", "gates", "row_token", "choices"],
+    do_not_specialize_on_alignment=["rank", "slot", "gates", "row_token", "choices", "starts"],
 )
 def _leave_kernel(
-    opened, rank, slot, ends, gates, row_token, token_rows, choices, message, total, blocks, ranks,
-    K: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
+    opened, rank, slot, ends, gates, row_token, token_rows, choices, message, starts, total, blocks, ranks,
+    STARTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the tables of what leaves; each token's first choice also fills what its others leave empty."""
     block = tl.program_id(0)
@@ -153,6 +153,8 @@ def _leave_kernel(
     gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(message + travels * 3 + 2, gate.to(tl.int32, bitcast=True), mask=inside)
     tl.store(row_token + row, token.to(tl.int64), mask=opens)
+    if STARTS:
+        row += tl.load(starts + to, mask=inside, other=0) - first_row
     tl.store(token_rows + token * WIDTH + nth, row.to(tl.int64), mask=opens)
     empty = tl.full([BLOCK], -1, tl.int64)
     for column in tl.static_range(WIDTH):
@@ -175,13 +177,16 @@ def _rows_kernel(sent, received, edges, rows, ranks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _source(received, stops, at, ranks):
+def _source(received, stops, starts, at, ranks, STARTS: tl.constexpr):
     """Where the source of each arrival begins, among assignments and among rows."""
     start, first_row = tl.zeros_like(at), tl.zeros_like(at)
     done, rows = 0, 0
     for source in range(ranks):
         stop = tl.load(stops + source)
-        rows += tl.load(received + (stop - 1) * 3, mask=stop > done, other=-1) + 1
+        if STARTS:
+            rows = tl.load(starts + source + 1, mask=source + 1 < ranks, other=0)
+        else:
+            rows += tl.load(received + (stop - 1) * 3, mask=stop > done, other=-1) + 1
         done = stop
         later = at >= done
         start = tl.where(later, done, start)
@@ -191,11 +196,11 @@ def _source(received, stops, at, ranks):
 
 @triton.jit(
     do_not_specialize=["total", "blocks"],
-    do_not_specialize_on_alignment=["received", "stops", "places", "source_row", "arrival", "slots"],
+    do_not_specialize_on_alignment=["received", "stops", "places", "source_row", "arrival", "slots", "starts"],
 )
 def _arrive_kernel(
-    received, stops, ends, places, source_row, arrival, row_places, gates, slots, total, blocks, ranks,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+    received, stops, ends, places, source_row, arrival, row_places, gates, slots, starts, total, blocks, ranks,
+    STARTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the tables of what arrived; each row's last assignment also fills the places that stay empty."""
     block = tl.program_id(0)
@@ -208,14 +213,14 @@ def _arrive_kernel(
     key = tl.load(places + slot, mask=inside, other=-1)
     _, earlier = _same(key, BLOCK)
     place = _how_many(earlier) + _start(ends, key * blocks + block, inside)
-    start, first_row = _source(received, stops, at, ranks)
+    start, first_row = _source(received, stops, starts, at, ranks, STARTS)
     nth = tl.zeros([BLOCK], tl.int32)
     for back in tl.static_range(1, K):
         there = inside & (at - back >= start)
         nth += (there & (tl.load(received + (at - back) * 3, mask=there, other=-2) == row)).to(tl.int32)
     more = inside & (at + 1 < total)
     next_row = tl.load(received + (at + 1) * 3, mask=more, other=-2)
-    next_start, _ = _source(received, stops, at + 1, ranks)
+    next_start, _ = _source(received, stops, starts, at + 1, ranks, STARTS)
     is_last = inside & ((next_row != row) | (next_start != start))
     row = (row + first_row).to(tl.int64)
     tl.store(source_row + place, row, mask=inside)
@@ -263,7 +268,11 @@ def count(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
 
 
 def leave(
-    top_k_index: torch.Tensor, top_k_weights: torch.Tensor, shares: Shares, ends: torch.Tensor
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    shares: Shares,
+    ends: torch.Tensor,
+    starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See the reference; there is at least one choice. ``ends`` as :func:`count` gives them."""
     tokens, top_k = top_k_index.shape
@@ -283,8 +292,9 @@ def leave(
     first, replicas = 2 * shares.experts + 1, shares.replicas
     rank, slot = shares.packed[first : first + replicas], shares.packed[first + replicas : first + 2 * replicas]
     stops = table.cumsum(0, dtype=torch.int32)
-    tables = opened, rank, slot, stops, gates, row_token, token_rows, choices, message
-    launch(_leave_kernel, (blocks,), tables, (total, blocks), (ranks, top_k, width, per, _BLOCK))
+    tables = opened, rank, slot, stops, gates, row_token, token_rows, choices, message, starts
+    constants = ranks, starts is not None, top_k, width, per, _BLOCK
+    launch(_leave_kernel, (blocks,), tables, (total, blocks), constants)
     return row_token, token_rows, choices, message, stops.view(2 * ranks, blocks)
 
 
@@ -297,7 +307,12 @@ def rows_both_ways(message: torch.Tensor, received: torch.Tensor, edges: torch.T
 
 
 def arrive(
-    received: torch.Tensor, stops: torch.Tensor, rows: int, top_k: int, places: torch.Tensor
+    received: torch.Tensor,
+    stops: torch.Tensor,
+    rows: int,
+    top_k: int,
+    places: torch.Tensor,
+    starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See the reference; at least one assignment arrived."""
     total, device = len(received), received.device
@@ -305,8 +320,10 @@ def arrive(
     received = received.contiguous()
     ends = _ends(received[:, 1], total, 3, _BLOCK, len(places), places)
     source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device)
-    row_places = torch.empty(rows, top_k, dtype=torch.int64, device=device)
+    # Rows that are not there are written by nobody.
+    shape = {"size": (rows, top_k), "dtype": torch.int64, "device": device}
+    row_places = torch.empty(**shape) if starts is None else torch.full(**shape, fill_value=-1)
     gates = torch.empty(total, dtype=torch.float32, device=device)
-    tables = received, stops, ends, places, source_row, arrival, row_places, gates, slot
-    launch(_arrive_kernel, (blocks,), tables, (total, blocks), (len(stops), top_k, _BLOCK))
+    tables = received, stops, ends, places, source_row, arrival, row_places, gates, slot, starts
+    launch(_arrive_kernel, (blocks,), tables, (total, blocks), (len(stops), starts is not None, top_k, _BLOCK))
     return source_row, arrival, row_places, gates, slot
