@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_laer import tape
 from hf_laer.choice import USUAL_TOP_K, LayerSizes
+from hf_laer.comm.base import Sums
 from hf_laer.comm.routes import Routes
-from hf_laer.comm.tokens import Combining, return_gates, start_combine, start_dispatch, start_forward
+from hf_laer.comm.tokens import Combining, return_gates, start_combine, start_combine_sums, start_dispatch, start_forward
 from hf_laer.comm.watch import Where
 from hf_laer.compute.chunks import backward_in_chunks, chunks_of, forward_in_chunks
 from hf_laer.compute.experts import Weights, bias_of
@@ -260,10 +261,8 @@ class MoELayer:
         ahead = partial(self.engine.expect_after, self, dtype, hidden.device, era)
         experts_out, up = forward_in_chunks(self.spec, weights, rows, served.source_row, chunks, terms, ahead)
         bias = bias_of(weights, self.spec.down_bias)
-        summed = gather_sum(
-            experts_out, served.row_places, dtype, weights=served.gates, bias=bias, slot=served.groups.slot
-        )
-        return start_combine(summed, routes, tokens).finish(hidden.dtype), rows, up
+        sums = Sums(experts_out, served.row_places, dtype, served.gates, bias, served.groups.slot)
+        return start_combine_sums(sums, routes, tokens).finish(hidden.dtype), rows, up
 
     def backward(
         self,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_laer.comm.base import Communicator, Gone, Pending, Picked
+from hf_laer.comm.base import Communicator, Gone, Pending, Picked, Sums
 from hf_laer.compute.routing import Leaving
+from hf_laer.compute.rows import gather_sum
 
 
 class Mark:
@@ -40,6 +41,10 @@ class _Timed:
         arrived = self.pending.wait()
         self.marks.append((begin, Mark(self.is_cuda)))
         return arrived
+
+    def summed(self, table: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """Sums of its rows."""
+        return gather_sum(self.wait(), table, dtype, scale=scale)
 
 
 class Stopwatch:
@@ -77,6 +82,10 @@ class Stopwatch:
     ) -> Pending:
         """The other's; its wait is timed."""
         return _Timed(self.inner.start_all_to_all(tensor, send, receive, picked), self._marks, tensor.is_cuda)
+
+    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """As :meth:`start_all_to_all`, once they are formed, so that they are not timed."""
+        return self.start_all_to_all(sums.formed(), send, receive)
 
     @property
     def can_start(self) -> bool:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from hf_laer.compute.rows import gather_sum
+
 if TYPE_CHECKING:
     from hf_laer.compute.routing import Leaving
 
@@ -16,6 +18,10 @@ class Pending(Protocol):
 
     def wait(self) -> torch.Tensor:
         """The received tensor; the current stream (or the host, for a CPU group) waits for it."""
+        ...
+
+    def summed(self, table: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """Its rows, gathered and summed: see :func:`hf_laer.compute.rows.gather_sum`."""
         ...
 
 
@@ -52,6 +58,22 @@ class Picked(NamedTuple):
     ends: torch.Tensor | None = None
 
 
+class Sums(NamedTuple):
+    """Arguments of :func:`hf_laer.compute.rows.gather_sum`."""
+
+    values: torch.Tensor
+    table: torch.Tensor
+    dtype: torch.dtype
+    weights: torch.Tensor
+    bias: torch.Tensor | None
+    slot: torch.Tensor
+
+    def formed(self) -> torch.Tensor:
+        """``[R, H]``."""
+        told = {"weights": self.weights, "bias": self.bias, "slot": self.slot}
+        return gather_sum(self.values, self.table, self.dtype, **told)
+
+
 class Communicator(Protocol):
     """A group of ranks. Every rank of it makes the same calls in the same order, whatever its sizes.
 
@@ -84,6 +106,10 @@ class Communicator(Protocol):
         self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Pending:
         """As :meth:`all_to_all`, returning at once; of rows that are picked, if they are."""
+        ...
+
+    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """As :meth:`start_all_to_all`, of sums that are still to be formed."""
         ...
 
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:

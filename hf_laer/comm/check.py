@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_laer.comm.base import Communicator, Pending, Picked
+from hf_laer.comm.base import Communicator, Pending, Picked, Sums
 from hf_laer.comm.watch import CollectiveError, Watch, Where
 
 if TYPE_CHECKING:
@@ -239,6 +239,10 @@ class CheckedCommunicator:
         """As the real one's."""
         self._check("all-to-all", self._purpose, self._ranks, _like(tensor, tensor.shape[1:]), send, receive)
         return self._comm.start_all_to_all(tensor, send, receive, picked)
+
+    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """As :meth:`start_all_to_all`, once they are formed."""
+        return self.start_all_to_all(sums.formed(), send, receive)
 
     @property
     def can_start(self) -> bool:

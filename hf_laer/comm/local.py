@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_laer.compute.rows import gather_sum
+
 if TYPE_CHECKING:
-    from hf_laer.comm.base import Picked
+    from hf_laer.comm.base import Picked, Sums
     from hf_laer.compute.routing import Leaving
 
 
@@ -22,6 +24,10 @@ class Arrived:
     def wait(self) -> torch.Tensor:
         """The tensor."""
         return self.tensor
+
+    def summed(self, table: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """Sums of its rows."""
+        return gather_sum(self.wait(), table, dtype, scale=scale)
 
 
 class LocalCommunicator:
@@ -43,6 +49,10 @@ class LocalCommunicator:
     ) -> Arrived:
         """The tensor itself, or some of its rows, arrived."""
         return Arrived(tensor if picked is None else tensor.index_select(0, picked.index))
+
+    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Arrived:
+        """As :meth:`start_all_to_all`, once they are formed."""
+        return self.start_all_to_all(sums.formed(), send, receive)
 
     @property
     def can_start(self) -> bool:

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 
 from hf_laer.comm.arena import PULLING, Arena, make_arena
-from hf_laer.comm.base import Pending, Picked
+from hf_laer.comm.base import Pending, Picked, Sums
 from hf_laer.comm.process_group import ProcessGroupCommunicator
 from hf_laer.compute.kernels import usable
 from hf_laer.compute.routing import Leaving
+from hf_laer.compute.rows import gather_sum
 
 _ALIGNMENT = 256
 _CHOICE_BYTES = 12
@@ -84,6 +85,23 @@ class _Arriving:
         assert self._rows is not None, "waited for twice"
         rows, self._rows = self._rows, None
         return rows
+
+    def summed(self, table: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """Sums of its rows, where they are."""
+        if self._rows is not None or not usable(self.like) or not self.places:
+            return gather_sum(self.wait(), table, dtype, scale=scale)
+        from hf_laer.compute.kernels.rows import gather_sum_from
+
+        if self.mark is not None:
+            self.peers.wait(self.mark)
+        first, like = self.places[0], self.like
+        stride = (self.places[-1].data_ptr() - first.data_ptr()) // max(len(self.places) - 1, 1) // like.itemsize
+        rows = first.view(like.dtype)[: len(first) // (like.shape[1] * like.itemsize) * like.shape[1]]
+        ends = list(itertools.accumulate(self.receive))
+        found = gather_sum_from(rows.view(-1, like.shape[1]), stride, ends, table, dtype, scale)
+        self.places, self.mark = [], None
+        del self.like
+        return found
 
     def collect(self) -> None:
         """Takes them out of their places, which the exchange after the next will write to."""
@@ -219,6 +237,25 @@ class PeerCommunicator:
             mark = self._arena.mark()
         mine = [self._place(turn, self.rank, rank) for rank in range(self.size)]
         return self.expect(_Arriving(self, mine, receive, tensor, mark))
+
+    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        """As :meth:`start_all_to_all`; sums are formed where they go. Nothing else could run meanwhile."""
+        if self._arena is None:
+            return self.inner.start_sums(sums, send, receive)
+        like = sums.values.new_empty(0, sums.values.shape[1], dtype=sums.dtype)
+        self._check_room(like, send, receive)
+        turn, ends = self._next(), list(itertools.accumulate(send))
+        places = [self._place(turn, rank, self.rank) for rank in range(self.size)]
+        if usable(like):
+            from hf_laer.compute.kernels.rows import gather_sum_to
+
+            told = sums.values, sums.table, like, sums.weights, sums.bias, sums.slot
+            gather_sum_to(*told, ends, [place.data_ptr() for place in places])
+        else:
+            self._put(sums.formed(), ends, places)
+        self._arena.meet()
+        mine = [self._place(turn, self.rank, rank) for rank in range(self.size)]
+        return self.expect(_Arriving(self, mine, receive, like, None))
 
     def start(
         self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None

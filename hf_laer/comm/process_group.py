@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from hf_laer.comm.watch import Watch, Where
+from hf_laer.compute.rows import gather_sum
 
 if TYPE_CHECKING:
-    from hf_laer.comm.base import Picked
+    from hf_laer.comm.base import Picked, Sums
     from hf_laer.compute.routing import Leaving
 
 # torch 2.13 renamed it.
@@ -42,6 +43,10 @@ class PendingWork:
         (received, _), self.buffers = self.buffers, None
         del self.work  # it holds the buffers too
         return received
+
+    def summed(self, table: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        """Sums of its rows."""
+        return gather_sum(self.wait(), table, dtype, scale=scale)
 
 
 class ProcessGroupCommunicator:
@@ -82,6 +87,10 @@ class ProcessGroupCommunicator:
             dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True
         )
         return self._start("all-to-all", start, received, tensor)
+
+    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> PendingWork:
+        """As :meth:`start_all_to_all`, once they are formed."""
+        return self.start_all_to_all(sums.formed(), send, receive)
 
     @property
     def can_start(self) -> bool:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_laer.comm.base import Communicator, Pending
+from hf_laer.comm.base import Communicator, Pending, Sums
 from hf_laer.comm.routes import Routes
-from hf_laer.compute.rows import gather_sum
 
 
 def start_forward(tokens: torch.Tensor, dtype: torch.dtype, routes: Routes, comm: Communicator) -> Pending:
@@ -31,12 +30,17 @@ class Combining:
 
     def finish(self, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
         """``[T, H]`` in ``dtype``: summed in float32 and scaled."""
-        return gather_sum(self.pending.wait(), self.routes.token_rows, dtype, scale=scale)
+        return self.pending.summed(self.routes.token_rows, dtype, scale)
 
 
 def start_combine(rows: torch.Tensor, routes: Routes, comm: Communicator) -> Combining:
     """The adjoint of :func:`start_dispatch`: ``[R_in, H]`` set out for their tokens. Collective over ``comm``."""
     return Combining(comm.start_all_to_all(rows, routes.receive_rows, routes.send_rows), routes)
+
+
+def start_combine_sums(sums: Sums, routes: Routes, comm: Communicator) -> Combining:
+    """As :func:`start_combine`, of rows that are still to be formed."""
+    return Combining(comm.start_sums(sums, routes.receive_rows, routes.send_rows), routes)
 
 
 def return_gates(grad: torch.Tensor, routes: Routes, comm: Communicator) -> torch.Tensor:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from hf_laer.comm import peers
-from hf_laer.comm.base import Picked
+from hf_laer.comm.base import Picked, Sums
 from hf_laer.comm.peers import PeerCommunicator, Room
 from hf_laer.compute.routing import Leaving, Shares, count, leave
 from hf_laer.plan import chunk_owners
@@ -56,7 +56,8 @@ def check_puts(tokens: int, top_k: int, experts: int, ranks: int, hidden: int, d
     """Every byte that a rank writes anywhere, for rows with an index and without, and ahead of a plan."""
     room, words = Room(tokens, top_k, hidden * dtype.itemsize), experts + ranks
     generator = torch.Generator().manual_seed(tokens + ranks)
-    rows = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    # So few bits that no sum is rounded, which interpreter and device do in ways of their own.
+    rows = torch.randint(-4, 4, (tokens, hidden), generator=generator).to(dtype)
     # The first rank's experts are chosen by nobody.
     likely = torch.tensor([float(owner > 0 or ranks == 1) for owner in chunk_owners(experts, ranks)])
     index = torch.multinomial(likely.expand(tokens, experts), top_k, generator=generator)
@@ -67,6 +68,12 @@ def check_puts(tokens: int, top_k: int, experts: int, ranks: int, hidden: int, d
     ends = leaving.ends[:, -1].tolist()
     sent = [stop - start for start, stop in zip([0, *ends], ends[:ranks], strict=False)]
     choices = [stop - start for start, stop in zip(ends[ranks - 1 :], ends[ranks:], strict=False)]
+
+    # A row for each token, each the sum of two others and of one that is not there.
+    table = torch.stack([torch.arange(tokens), torch.arange(tokens).flip(0), torch.full((tokens,), -1)], 1)
+    weights, slots = 2.0 ** (torch.arange(tokens) % 3 - 1), torch.arange(tokens) % 3
+    bias = torch.randint(-4, 4, (3, hidden), generator=generator).to(dtype)
+    back = [min(n, tokens) for n in choices]
 
     def write(comm: PeerCommunicator) -> list[torch.Tensor]:
         def on(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +88,15 @@ def check_puts(tokens: int, top_k: int, experts: int, ranks: int, hidden: int, d
         comm.start(on(rows), here, top_k)
         comm.start_all_to_all(here.message, choices, [0] * ranks)
         comm.start_all_to_all(on(rows)[: min(tokens, 3)], [0] * (ranks - 1) + [min(tokens, 3)], [0] * ranks)
-        return [block.cpu() for block in comm._arena.blocks]  # type: ignore[union-attr]
+        blocks = [block.cpu() for block in comm._arena.blocks]  # type: ignore[union-attr]
+        for block in comm._arena.blocks:  # type: ignore[union-attr]
+            block.zero_()
+        shares_of_rows = [tokens // ranks] * (ranks - 1) + [tokens - tokens // ranks * (ranks - 1)]
+        sums = Sums(on(rows), on(table), dtype, on(weights), on(bias), on(slots))
+        # From places that hold what this rank wrote to itself, and nothing from others.
+        home = comm.start_sums(sums, shares_of_rows, back).summed(here.token_rows.clamp(max=sum(back) - 1), dtype, 0.5)
+        blocks += [block.cpu() for block in comm._arena.blocks]  # type: ignore[union-attr]
+        return [*blocks, home.cpu()]
 
     for rank in (0, ranks - 1):
         want = write(posed(ranks, rank, room, words, "cpu"))

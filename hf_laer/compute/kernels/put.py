@@ -14,60 +14,14 @@ import triton
 import triton.language as tl
 
 from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.places import BASES, MOST_RANKS, NUMBERS, eight, one_of, rank_of, start_of, store_row
 
-# Ranks that a launch has numbers for.
-MOST_RANKS = 8
 _BLOCK, _FLAT = 1024, 2048
+_TOLD = [f"t{at}" for at in range(MOST_RANKS)]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-@triton.jit
-def _one_of(which, n0, n1, n2, n3, n4, n5, n6, n7, RANKS: tl.constexpr):
-    """The number of a rank; of each lane's, if there are several."""
-    found = n0 + which * 0
-    if RANKS > 1:
-        found = tl.where(which == 1, n1, found)
-    if RANKS > 2:
-        found = tl.where(which == 2, n2, found)
-    if RANKS > 3:
-        found = tl.where(which == 3, n3, found)
-    if RANKS > 4:
-        found = tl.where(which == 4, n4, found)
-    if RANKS > 5:
-        found = tl.where(which == 5, n5, found)
-    if RANKS > 6:
-        found = tl.where(which == 6, n6, found)
-    if RANKS > 7:
-        found = tl.where(which == 7, n7, found)
-    return found
-
-
-@triton.jit
-def _rank_of(at, e0, e1, e2, e3, e4, e5, e6, RANKS: tl.constexpr):
-    """To which rank an element goes, given where those to each rank end."""
-    rank = at * 0
-    if RANKS > 1:
-        rank += (at >= e0).to(tl.int64)
-    if RANKS > 2:
-        rank += (at >= e1).to(tl.int64)
-    if RANKS > 3:
-        rank += (at >= e2).to(tl.int64)
-    if RANKS > 4:
-        rank += (at >= e3).to(tl.int64)
-    if RANKS > 5:
-        rank += (at >= e4).to(tl.int64)
-    if RANKS > 6:
-        rank += (at >= e5).to(tl.int64)
-    if RANKS > 7:
-        rank += (at >= e6).to(tl.int64)
-    return rank
-
-
-_BASES, _TOLD, _ENDS = ([f"{letter}{at}" for at in range(MOST_RANKS)] for letter in "bte")
-_NUMBERS = [*_BASES, *_ENDS]
-
-
-@triton.jit(do_not_specialize=[*_NUMBERS, "total"], do_not_specialize_on_alignment=["source"])
+@triton.jit(do_not_specialize=[*NUMBERS, "total"], do_not_specialize_on_alignment=["source"])
 def _put_kernel(
     source, b0, b1, b2, b3, b4, b5, b6, b7, e0, e1, e2, e3, e4, e5, e6, e7, total,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -75,10 +29,9 @@ def _put_kernel(
     """Words, one after the other, those to each rank to the start of its place there."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total
-    rank = _rank_of(at, e0, e1, e2, e3, e4, e5, e6, RANKS)
-    # Where those to the rank before end.
-    start = tl.where(rank > 0, _one_of(rank - 1, e0, e1, e2, e3, e4, e5, e6, e7, RANKS), 0)
-    base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
+    rank = rank_of(at, e0, e1, e2, e3, e4, e5, e6, RANKS)
+    start = start_of(rank, e0, e1, e2, e3, e4, e5, e6, RANKS)
+    base = one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
     target = base.to(tl.pointer_type(source.dtype.element_ty)) + (at - start)
     tl.store(target, tl.load(source + at, mask=inside), mask=inside)
 
@@ -90,23 +43,19 @@ def _put_row(source, index, row, start, base, columns, BLOCK: tl.constexpr):
     inside = column < columns
     token = tl.load(index + row)
     value = tl.load(source + token * columns + column, mask=inside)
-    target = base.to(tl.pointer_type(source.dtype.element_ty)) + (row - start) * columns + column
-    if columns % 8 == 0:
-        # Rows of 16 bytes at least, in aligned places: the compiler, which does not know, moves one element at a time.
-        target = tl.max_contiguous(tl.multiple_of(target, 16), BLOCK)
-    tl.store(target, value, mask=inside)
+    store_row(base, source, row - start, column, value, inside, columns, BLOCK)
 
 
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["index"])
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["index"])
 def _put_rows_kernel(
     source, index, b0, b1, b2, b3, b4, b5, b6, b7, e0, e1, e2, e3, e4, e5, e6, e7,
     columns: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The rows that ``index`` names, those to each rank to the start of its place there."""
     row = tl.program_id(0).to(tl.int64)
-    rank = _rank_of(row, e0, e1, e2, e3, e4, e5, e6, RANKS)
-    start = tl.where(rank > 0, _one_of(rank - 1, e0, e1, e2, e3, e4, e5, e6, e7, RANKS), 0)
-    base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
+    rank = rank_of(row, e0, e1, e2, e3, e4, e5, e6, RANKS)
+    start = start_of(rank, e0, e1, e2, e3, e4, e5, e6, RANKS)
+    base = one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
     _put_row(source, index, row, start, base, columns, BLOCK)
 
 
@@ -121,7 +70,7 @@ def _put_messages(message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, 
         rank += (at >= stop).to(tl.int64)
         start = tl.where(at >= stop, stop, start)
         inside = at < stop
-    base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
+    base = one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS)
     target = base.to(tl.pointer_type(tl.int32)) + (at - start)
     tl.store(target, tl.load(message + at, mask=inside), mask=inside)
 
@@ -136,7 +85,7 @@ def _tell(loads, ends, target, blocks, experts, RANKS: tl.constexpr, TOLD: tl.co
 
 
 @triton.jit(
-    do_not_specialize=[*_BASES, *_TOLD, "rows", "choices", "blocks"],
+    do_not_specialize=[*BASES, *_TOLD, "rows", "choices", "blocks"],
     do_not_specialize_on_alignment=["index", "message", "loads", "ends"],
 )
 def _put_all_kernel(
@@ -157,7 +106,7 @@ def _put_all_kernel(
             rank += (program >= stop).to(tl.int64)
             start = tl.where(program >= stop, stop, start)
         if program < stop:
-            base = _one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS) + behind
+            base = one_of(rank, b0, b1, b2, b3, b4, b5, b6, b7, RANKS) + behind
             _put_row(source, index, program, start, base, columns, BLOCK)
     elif tl.program_id(1) == 0:
         block = program - rows
@@ -165,7 +114,7 @@ def _put_all_kernel(
             if MESSAGES:
                 _put_messages(message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, RANKS, BLOCK)
         elif TELLS:
-            base = _one_of(block - choices, t0, t1, t2, t3, t4, t5, t6, t7, RANKS)
+            base = one_of(block - choices, t0, t1, t2, t3, t4, t5, t6, t7, RANKS)
             _tell(loads, ends, base.to(tl.pointer_type(tl.int64)), blocks, experts, RANKS, TOLD)
 
 
@@ -176,7 +125,7 @@ def put(tensor: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None
     size = next(size for size in _WORDS if row_bytes % size == 0 and tensor.data_ptr() % size == 0)
     words = tensor.view(-1).view(_WORDS[size])
     each = row_bytes // size
-    numbers = (*_eight(bases), *_eight([end * each for end in ends]), len(words))
+    numbers = (*eight(bases), *eight([end * each for end in ends]), len(words))
     launch(_put_kernel, (triton.cdiv(len(words), _FLAT),), (words,), numbers, (len(ends), _FLAT))
 
 
@@ -184,7 +133,7 @@ def put_rows(tokens: torch.Tensor, index: torch.Tensor, ends: Sequence[int], bas
     """The rows ``[R]`` of ``[T, H]`` that ``index`` names, as :func:`put`; addresses are multiples of 16."""
     columns = tokens.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(columns))
-    grid, numbers = (ends[-1], triton.cdiv(columns, block)), (*_eight(bases), *_eight(ends))
+    grid, numbers = (ends[-1], triton.cdiv(columns, block)), (*eight(bases), *eight(ends))
     launch(_put_rows_kernel, grid, (tokens.contiguous(), index), numbers, (columns, len(ends), block))
 
 
@@ -218,10 +167,6 @@ def put_all(
     choices = 0 if message is None else triton.cdiv(message.numel(), block)
     grid = most + choices + len(told), triton.cdiv(columns, block) if most else 1
     tensors = tokens.contiguous(), index, message, loads, ends
-    numbers = (*_eight(bases), *_eight(told), most, choices, ends.shape[1])
+    numbers = (*eight(bases), *eight(told), most, choices, ends.shape[1])
     kinds = message is not None, loads is not None, triton.next_power_of_2(max(experts, ranks))
     launch(_put_all_kernel, grid, tensors, numbers, (behind, experts, columns, ranks, *kinds, block))
-
-
-def _eight(numbers: Sequence[int]) -> list[int]:
-    return [*numbers, *[0] * (MOST_RANKS - len(numbers))]
