@@ -10,7 +10,7 @@ The places of what is told to everyone lie together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +57,28 @@ class Room(NamedTuple):
     def holds(self, other: Room) -> bool:
         """Whether there is room for the other."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+
+
+class _Places(NamedTuple):
+    """Memory on each rank where this one writes, or on this one where each rank does.
+
+    Args:
+        bytes: uint8 each.
+        addresses: Of their first bytes.
+    """
+
+    bytes: list[torch.Tensor]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, parts: Iterable[torch.Tensor]) -> _Places:
+        """With their addresses."""
+        parts = list(parts)
+        return cls(parts, [part.data_ptr() for part in parts])
+
+    def behind(self, nbytes: int) -> _Places:
+        """What begins so many bytes behind."""
+        return _Places.of(part[nbytes:] for part in self.bytes)
 
 
 @dataclass(eq=False)
@@ -169,6 +191,9 @@ class PeerCommunicator:
         self._arena: Arena | None = None
         self._refused = False
         self._turns = itertools.cycle((0, 1))
+        # By turn: where this rank writes, and where others write for it.
+        self._out: tuple[_Places, ...] = ()
+        self._mine: tuple[_Places, ...] = ()
         self._under_way: list[_Arriving] = []
 
     @property
@@ -202,6 +227,14 @@ class PeerCommunicator:
         # It waits for the device on every rank: nobody writes to the old places any more.
         self._arena = make_arena(self.inner, nbytes, self._device, self._seconds)
         self._refused, self._room = self._arena is None, room
+        if self._arena is not None:
+            self.use(self._arena)
+
+    def use(self, arena: Arena) -> None:
+        """Lays out the places of all ranks."""
+        self._arena, ranks = arena, range(self.size)
+        self._out = tuple(_Places.of(self._place(turn, on, self.rank) for on in ranks) for turn in (0, 1))
+        self._mine = tuple(_Places.of(self._place(turn, self.rank, writer) for writer in ranks) for turn in (0, 1))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[…]``, alike on every rank, to ``[size, …]``."""
@@ -209,7 +242,7 @@ class PeerCommunicator:
         if self._arena is None or nbytes > self._told_bytes or tensor.numel() == 0:
             return self.inner.all_gather(tensor)
         turn = self._next()
-        told = [self._told(turn, rank, nbytes) for rank in range(self.size)]
+        told = _Places.of(self._told(turn, rank, nbytes) for rank in range(self.size))
         self._put(tensor.unsqueeze(0).expand(self.size, *tensor.shape), range(1, self.size + 1), told)
         self._arena.meet()
         mine = self._told_here(turn, nbytes)
@@ -217,7 +250,13 @@ class PeerCommunicator:
 
     def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Sends ``send[q]`` rows to each rank q and returns ``receive[p]`` rows from each rank p."""
-        return self.start_all_to_all(tensor, send, receive).wait()
+        if self._arena is None:
+            return self.inner.all_to_all(tensor, send, receive)
+        self._check_room(tensor, send, receive)
+        turn = self._next()
+        self._put(tensor, list(itertools.accumulate(send)), self._out[turn])
+        self._arena.meet()
+        return _Arriving(self, self._mine[turn].bytes, receive, tensor, None).wait()
 
     def start_all_to_all(
         self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
@@ -227,7 +266,7 @@ class PeerCommunicator:
             return self.inner.start_all_to_all(tensor, send, receive, picked)
         self._check_room(tensor, send, receive)
         turn = self._next()
-        places = [self._place(turn, rank, self.rank) for rank in range(self.size)]
+        places = self._out[turn]
         with self._arena.aside(self._arena.mark(), PULLING):
             if picked is None or picked.ends is None:
                 self._put(tensor, list(itertools.accumulate(send)), places, picked and picked.index)
@@ -235,8 +274,7 @@ class PeerCommunicator:
                 self._put_unknown(tensor, picked.index, picked.ends, sum(send), places)
             self._arena.meet()
             mark = self._arena.mark()
-        mine = [self._place(turn, self.rank, rank) for rank in range(self.size)]
-        return self.expect(_Arriving(self, mine, receive, tensor, mark))
+        return self.expect(_Arriving(self, self._mine[turn].bytes, receive, tensor, mark))
 
     def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Pending:
         """As :meth:`start_all_to_all`; sums are formed where they go. Nothing else could run meanwhile."""
@@ -245,17 +283,15 @@ class PeerCommunicator:
         like = sums.values.new_empty(0, sums.values.shape[1], dtype=sums.dtype)
         self._check_room(like, send, receive)
         turn, ends = self._next(), list(itertools.accumulate(send))
-        places = [self._place(turn, rank, self.rank) for rank in range(self.size)]
         if usable(like):
             from hf_laer.compute.kernels.rows import gather_sum_to
 
             told = sums.values, sums.table, like, sums.weights, sums.bias, sums.slot
-            gather_sum_to(*told, ends, [place.data_ptr() for place in places])
+            gather_sum_to(*told, ends, self._out[turn].addresses)
         else:
-            self._put(sums.formed(), ends, places)
+            self._put(sums.formed(), ends, self._out[turn])
         self._arena.meet()
-        mine = [self._place(turn, self.rank, rank) for rank in range(self.size)]
-        return self.expect(_Arriving(self, mine, receive, like, None))
+        return self.expect(_Arriving(self, self._mine[turn].bytes, receive, like, None))
 
     def start(
         self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
@@ -265,14 +301,12 @@ class PeerCommunicator:
         if self._arena is None or words * 8 > self._told_bytes or not self._room.holds(Room(0, top_k, row_bytes)):
             return None
         turn = self._next()
-        places = [self._place(turn, rank, self.rank) for rank in range(self.size)]
-        told = [] if loads is None else [self._told(turn, rank, words * 8) for rank in range(self.size)]
+        told = _Places.of(self._told(turn, rank, words * 8) for rank in range(self.size) if loads is not None)
         fits = len(tokens) <= self._room.tokens
-        self._put_all(tokens, leaving, loads, len(tokens) * leaving.token_rows.shape[1] if fits else 0, places, told)
+        self._put_all(tokens, leaving, loads, len(tokens) * leaving.token_rows.shape[1] if fits else 0, self._out[turn], told)
         self._arena.meet()
         here = self._told_here(turn, words * 8).view(torch.int64).view(self.size, words) if words else None
-        mine = [self._place(turn, self.rank, rank) for rank in range(self.size)]
-        return Put(self, self._room, leaving.message, tokens, mine, here)
+        return Put(self, self._room, leaving.message, tokens, self._mine[turn].bytes, here)
 
     def expect(self, arriving: _Arriving) -> _Arriving:
         """Sees to it that it is taken out of its places in time."""
@@ -334,7 +368,7 @@ class PeerCommunicator:
         self,
         tensor: torch.Tensor,
         ends: Sequence[int],
-        places: Sequence[torch.Tensor],
+        places: _Places,
         index: torch.Tensor | None = None,
     ) -> None:
         """Writes the rows up to each of ``ends`` to the start of each place."""
@@ -343,18 +377,17 @@ class PeerCommunicator:
         if usable(tensor):
             from hf_laer.compute.kernels.put import put, put_rows
 
-            bases = [place.data_ptr() for place in places]
             if index is None:
-                put(tensor, ends, bases)
+                put(tensor, ends, places.addresses)
             else:
-                put_rows(tensor, index, ends, bases)
+                put_rows(tensor, index, ends, places.addresses)
             return
         rows = tensor if index is None else tensor[index]
-        for start, stop, place in zip([0, *ends], ends, places, strict=False):
+        for start, stop, place in zip([0, *ends], ends, places.bytes, strict=False):
             _write(place, rows[start:stop])
 
     def _put_unknown(
-        self, tensor: torch.Tensor, index: torch.Tensor, ends: torch.Tensor, most: int, places: Sequence[torch.Tensor]
+        self, tensor: torch.Tensor, index: torch.Tensor, ends: torch.Tensor, most: int, places: _Places
     ) -> None:
         """As :meth:`_put`, where only the device knows how many rows there are, at most ``most``."""
         if most == 0:
@@ -362,7 +395,7 @@ class PeerCommunicator:
         if usable(tensor):
             from hf_laer.compute.kernels.put import put_all
 
-            put_all(tensor, index, ends, most, [place.data_ptr() for place in places], 0)
+            put_all(tensor, index, ends, most, places.addresses, 0)
         else:
             rows = ends[: self.size, -1].tolist()
             self._put(tensor, rows, places, index[: rows[-1]])
@@ -373,26 +406,25 @@ class PeerCommunicator:
         leaving: Leaving,
         loads: torch.Tensor | None,
         most: int,
-        places: Sequence[torch.Tensor],
-        told: Sequence[torch.Tensor],
+        places: _Places,
+        told: _Places,
     ) -> None:
         """Messages and at most ``most`` rows, none of either where that is 0; and what all ranks are told."""
         rows_at, ranks = self._room.rows_at, self.size
         if usable(tokens):
             from hf_laer.compute.kernels.put import put_all
 
-            if most or told:
-                bases, addresses = ([place.data_ptr() for place in some] for some in (places, told))
-                message = leaving.message if most else None
-                put_all(tokens, leaving.row_token, leaving.ends, most, bases, rows_at, message, loads, addresses)
+            if most or told.bytes:
+                message, bases = leaving.message if most else None, places.addresses
+                put_all(tokens, leaving.row_token, leaving.ends, most, bases, rows_at, message, loads, told.addresses)
             return
         ends = leaving.ends[:, -1]
-        for place in told if loads is not None else ():
+        for place in told.bytes if loads is not None else ():
             _write(place, torch.cat([loads, ends[:ranks]]))
         if most:
             rows, choices = ends[:ranks].tolist(), (ends[ranks : 2 * ranks] - ends[ranks - 1]).tolist()
             self._put(leaving.message, choices, places)
-            self._put(tokens, rows, [place[rows_at:] for place in places], leaving.row_token[: rows[-1]])
+            self._put(tokens, rows, places.behind(rows_at), leaving.row_token[: rows[-1]])
 
 
 def _write(place: torch.Tensor, rows: torch.Tensor) -> None:

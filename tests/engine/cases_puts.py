@@ -48,7 +48,7 @@ def posed(ranks: int, rank: int, room: Room, words: int, device: str) -> PeerCom
     """A rank's communicator with memory of its own for all of them."""
     comm = PeerCommunicator(_Nobody(ranks, rank), words, torch.device(device), 60.0)  # type: ignore[arg-type]
     comm._room = room
-    comm._arena = Posed(ranks, 2 * ranks * (peers._aligned(words * 8) + room.nbytes), device)
+    comm.use(Posed(ranks, 2 * ranks * (peers._aligned(words * 8) + room.nbytes), device))
     return comm
 
 
