@@ -20,7 +20,14 @@ from hf_laer import tape
 from hf_laer.choice import USUAL_TOP_K, LayerSizes
 from hf_laer.comm.base import Sums
 from hf_laer.comm.routes import Routes
-from hf_laer.comm.tokens import Combining, return_gates, start_combine, start_combine_sums, start_dispatch, start_forward
+from hf_laer.comm.tokens import (
+    Combining,
+    return_gates,
+    start_combine,
+    start_combine_sums,
+    start_dispatch,
+    start_forward,
+)
 from hf_laer.comm.watch import Where
 from hf_laer.compute.chunks import backward_in_chunks, chunks_of, forward_in_chunks
 from hf_laer.compute.experts import Weights, bias_of

@@ -84,11 +84,11 @@ def check_puts(tokens: int, top_k: int, experts: int, ranks: int, hidden: int, d
         for some in (rows, torch.cat([rows, rows])):
             comm.start(on(some), here, top_k, on(counted.loads))
         comm.start_all_to_all(on(rows), sent, [0] * ranks, Picked(here.row_token[: sum(sent)]))
-        comm.start_all_to_all(on(rows), [min(n, tokens) for n in choices], [0] * ranks, Picked(here.row_token, here.ends))
+        comm.start_all_to_all(on(rows), back, [0] * ranks, Picked(here.row_token, here.ends))
         comm.start(on(rows), here, top_k)
         comm.start_all_to_all(here.message, choices, [0] * ranks)
         comm.start_all_to_all(on(rows)[: min(tokens, 3)], [0] * (ranks - 1) + [min(tokens, 3)], [0] * ranks)
-        blocks = [block.cpu() for block in comm._arena.blocks]  # type: ignore[union-attr]
+        blocks = [block.cpu().clone() for block in comm._arena.blocks]  # type: ignore[union-attr]
         for block in comm._arena.blocks:  # type: ignore[union-attr]
             block.zero_()
         shares_of_rows = [tokens // ranks] * (ranks - 1) + [tokens - tokens // ranks * (ranks - 1)]

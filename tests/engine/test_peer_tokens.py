@@ -37,7 +37,7 @@ def test_equals_unpatched(ranks, world: int, family: str, strategy: str, config:
 def test_tokens_set_out_ahead(ranks, world: int, strategy: str, settings: dict) -> None:
     """Where nothing is spilled; what set out for a plan that spills after all, or had no room, is sent for again."""
     for found in ranks(world).run(cases_peer_tokens.routed, strategy=strategy, routings="sshshsss", **settings):
-        # Not in the first step, nor where a rank has more tokens than there is room for; twice where it spills after all.
+        # Not in the first step, nor where a rank has more tokens than there is room for; twice where it spills.
         assert 0 < found["rows"] < 8
         assert found["rows"] + (strategy == "llep") <= found["all"]
 
