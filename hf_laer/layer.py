@@ -29,7 +29,7 @@ from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.shard.ahead import Coming, Era, Want
-from hf_laer.shard.exchange import SlotTable, beyond_own, start_reshard
+from hf_laer.shard.exchange import SlotTable, stacks_of, start_reshard
 from hf_laer.shard.home import Home
 from hf_laer.shard.pull import staged_bytes
 from hf_laer.strategy import relays
@@ -236,9 +236,7 @@ class MoELayer:
             counts: Rows of each of this rank's slots.
             apart: Whether products of large groups may be calls of their own.
         """
-        rank, beyond = self.engine.comms.weights.rank, beyond_own(self.homes, table)
-        fetched = len(table[rank]) if beyond is None else len(beyond[rank])
-        stacks = (fetched,) if beyond is None else (len(table[rank]) - fetched, fetched)
+        stacks = stacks_of(self.homes, table, self.engine.comms.weights.rank)
         one = self.homes[self.spec.up].layout.shape[1:]
         return Arrangement.of(counts, stacks, alone_from(*one) if apart else None)
 

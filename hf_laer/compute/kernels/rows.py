@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
 
 
 # Cut out of others where rows come in chunks, and read one number at a time.
@@ -48,8 +48,8 @@ def gather_sum(
     out = torch.empty(rows, columns, dtype=out_dtype, device=values.device)
     if out.numel() == 0:
         return out
-    block = min(1024, triton.next_power_of_2(columns))
+    block = min(1024, next_power_of_2(columns))
     tensors = values.contiguous(), table, weights, bias, slot, out
     constants = columns, width, weights is not None, bias is not None, block
-    launch(_gather_sum_kernel, (rows, triton.cdiv(columns, block)), tensors, (float(scale),), constants)
+    launch(_gather_sum_kernel, (rows, cdiv(columns, block)), tensors, (float(scale),), constants)
     return out
