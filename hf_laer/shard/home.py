@@ -77,10 +77,13 @@ class Home:
     @property
     def local(self) -> torch.Tensor:
         """This rank's block, ``[E', D', …]``, without gradient."""
-        with torch.no_grad():
-            # Detaching the block, not the DTensor, whose operations cost the host far more.
-            data = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
-            return data.detach()
+        if torch.is_grad_enabled():
+            # Seldom: a layer runs without.
+            with torch.no_grad():
+                return self.local
+        # Detaching the block, not the DTensor, whose operations cost the host far more.
+        data = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+        return data.detach()
 
     def accumulate(self, parts: list[Part], scale: float) -> None:
         """Adds gradients of this rank's block into ``.grad``.

@@ -271,7 +271,7 @@ def leave(
     per, width = _per_block(top_k), min(top_k, ranks)
     blocks = cdiv(total, per)
     keys, gates = top_k_index.contiguous(), top_k_weights.detach().contiguous()
-    row_token, choices = torch.empty(2 * total, dtype=torch.int64, device=device).split(total)
+    row_token, choices = torch.empty(2, total, dtype=torch.int64, device=device).unbind()
     opened = torch.empty(total, dtype=torch.int32, device=device)
     table = torch.empty(2 * ranks * blocks, dtype=torch.int32, device=device)
     # Halvings after which one of the most replicas that an expert has is left.
@@ -304,7 +304,7 @@ def arrive(
     blocks = cdiv(total, _BLOCK)
     received = received.contiguous()
     ends = _ends(received[:, 1], total, 3, _BLOCK, len(places), places)
-    source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device)
+    source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device).unbind()
     row_places = torch.empty(rows, top_k, dtype=torch.int64, device=device)
     gates = torch.empty(total, dtype=torch.float32, device=device)
     tables = received, stops, ends, places, source_row, arrival, row_places, gates, slot

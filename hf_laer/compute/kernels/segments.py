@@ -108,7 +108,7 @@ def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: f
     numbers = [(len(p.at), dtypes.index(p.blocks.tensor.dtype), *_place(p.blocks)) for p in parts]
     at, which = (_joined(some) for some in ([p.at for p in parts], [p.blocks.which for p in parts]))
     kinds = into.dtype, dtypes[0], dtypes[-1]
-    slices = np.array((len(into), into[0].numel(), into.data_ptr(), into.stride(0) * into.itemsize), np.int64)
+    slices = np.array((len(into), into.shape[1:].numel(), into.data_ptr(), into.stride(0) * into.itemsize), np.int64)
     sizes = np.array([kind.itemsize for kind in kinds], np.int64)
     of_parts = np.array(numbers, np.int64).reshape(-1, 4)
     table, own, aligned = sum_rows(slices, of_parts, at, which, sizes, LONGEST, before != 1)
