@@ -7,6 +7,7 @@ backward  the same plan: dispatch of gradients → unshard → experts' backward
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ from hf_laer.compute.rows import gather_sum
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import LaerConfig
 from hf_laer.shard.ahead import Coming, Era, Want
-from hf_laer.shard.exchange import SlotTable, beyond_own, start_reshard
+from hf_laer.shard.exchange import SlotTable, stacks_of, start_reshard
 from hf_laer.shard.home import Home
 from hf_laer.shard.pull import staged_bytes
 from hf_laer.strategy import relays
@@ -246,9 +247,7 @@ class MoELayer:
             counts: Rows of each of this rank's slots.
             apart: Whether products of large groups may be calls of their own.
         """
-        rank, beyond = self.engine.comms.weights.rank, beyond_own(self.homes, table)
-        fetched = len(table[rank]) if beyond is None else len(beyond[rank])
-        stacks = (fetched,) if beyond is None else (len(table[rank]) - fetched, fetched)
+        stacks = stacks_of(self.homes, table, self.engine.comms.weights.rank)
         one = self.homes[self.spec.up].layout.shape[1:]
         return Arrangement.of(counts, stacks, alone_from(*one) if apart else None)
 
@@ -368,7 +367,7 @@ class _MoE(torch.autograd.Function):
             out, rows = run.out.clone(), run.rows
         else:
             dtype = layer.engine.compute_dtype_for(hidden)
-            with torch.autocast(hidden.device.type, enabled=False):
+            with _without_autocast(hidden.device.type):
                 out, rows, up = layer.forward(run, hidden, dtype, _adapters(kinds, factors))
         if layer.engine.config.recompute == "experts" and tape.current() is not None:
             # A copy of the output: blocks add to what they get in place.
@@ -388,7 +387,7 @@ class _MoE(torch.autograd.Function):
             raise RuntimeError(
                 f"the expert parameters of {layer.name} were modified in place between its forward and its backward"
             )
-        with torch.autocast(grad.device.type, enabled=False):
+        with _without_autocast(grad.device.type):
             grad_hidden, grad_gates, grad_factors = layer.backward(
                 ctx.run, grad, rows, up, _adapters(ctx.kinds, factors)
             )
@@ -396,6 +395,11 @@ class _MoE(torch.autograd.Function):
         gates = grad_gates.to(gates_dtype).view(ctx.run.top_k_index.shape)
         of_factors = [factor for pair in grad_factors for factor in pair]
         return (grad_hidden.to(hidden_dtype), gates, None, None, None, None, *of_factors)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    # Mostly it is off already, and to switch it takes the host some microseconds.
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _adapters(kinds: list[tuple[str, float]], factors: Sequence[torch.Tensor]) -> list[LowRank]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_laer.plan.types import Placement, Plan, digest_of
+from hf_laer.plan.types import EMPTY, Placement, Plan, digest_of
 from hf_laer.shard.exchange import SlotTable
 
 
 def table_of(placements: list[Placement]) -> SlotTable:
     """The experts in each rank's slots, group after group."""
-    return tuple(tuple(one.held_by(rank).tolist()) for one in placements for rank in range(one.num_ranks))
+    return tuple([_held(row) for one in placements for row in one.slots.tolist()])
+
+
+def _held(row: list[int]) -> tuple[int, ...]:
+    """As :meth:`Placement.held_by`; empty slots trail."""
+    return tuple(row[: row.index(EMPTY)] if EMPTY in row[-1:] else row)
 
 
 def digests(loads: np.ndarray, plans: list[Plan]) -> dict[str, str]:

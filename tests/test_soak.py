@@ -60,6 +60,7 @@ def test_what_is_left_out_of_memory_has_a_bound() -> None:
             table = tuple(tuple(sorted(rng.choice(experts, 6, replace=False).tolist())) for _ in range(ranks))
             exchange.is_local(homes, table)
             exchange.beyond_own(homes, table)
+            exchange.ways_of(homes, table, (), None, 0)
             for layout, other in itertools.product(layouts, range(ranks)):
                 exchange.piece(layout, 0, table[other])
                 exchange.piece(layout, other, table[0])

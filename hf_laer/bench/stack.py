@@ -151,7 +151,7 @@ class MeasuredUnsharder(Unsharder):
     def alone(self, want: Want, comm: Communicator) -> None:
         """One layer's, now."""
         self._calls += 1
-        self.finish(super().begin(want._replace(era=("bench", self._calls)), comm))
+        self.finish(super().begin(replace(want, era=("bench", self._calls)), comm))
 
 
 def arriving(want: Want, rank: int) -> int:

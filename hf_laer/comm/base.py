@@ -30,7 +30,7 @@ class Gone(Protocol):
 
     @property
     def told(self) -> torch.Tensor:
-        """int64 ``[size, E + size]``: of each rank, its loads, and where its rows for each rank end, if it told them."""
+        """int64 ``[size, E + size]``: if they were told, each rank's loads and where its rows for each rank end."""
         ...
 
     def holds(self, most_tokens: int) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class PendingWork:
     """A collective under way and the buffers that it reads and writes, which it lets go of once it is waited for."""
 
@@ -64,6 +64,9 @@ class ProcessGroupCommunicator:
         self.size = group.size()
         self.rank = group.rank()
         self.watch = watch
+        # As errors name them; not put together at each call.
+        self._all_gather, self._all_to_all = f"all-gather of {purpose}", f"all-to-all of {purpose}"
+        self._all_reduce, self._arrival = f"all-reduce of {purpose}", f"{purpose} to arrive"
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[…]``, alike on every rank, to ``[size, …]``."""
@@ -71,7 +74,7 @@ class ProcessGroupCommunicator:
         # The flat view: gloo wants input and output of equal rank.
         into, flat = gathered.view(-1), tensor.contiguous().view(-1)
         start = partial(_all_gather, into, flat, group=self.group, async_op=True)
-        return self._start("all-gather", start, gathered, tensor).wait()
+        return self._start(self._all_gather, start, gathered, tensor).wait()
 
     def all_to_all(self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Sends ``send[q]`` rows to each rank q and returns ``receive[p]`` rows from each rank p."""
@@ -86,7 +89,7 @@ class ProcessGroupCommunicator:
         start = partial(
             dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True
         )
-        return self._start("all-to-all", start, received, tensor)
+        return self._start(self._all_to_all, start, received, tensor)
 
     def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> PendingWork:
         """As :meth:`start_all_to_all`, once they are formed."""
@@ -108,20 +111,20 @@ class ProcessGroupCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over the ranks."""
         start = partial(dist.all_reduce, tensor, group=self.group, async_op=True)
-        return self._start("all-reduce", start, tensor, tensor).wait()
+        return self._start(self._all_reduce, start, tensor, tensor).wait()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host; under NCCL this is where a rank waits for the others."""
-        with self.watch.waits(f"{self.purpose} to arrive", self.watch.where):
+        with self.watch.waits(self._arrival, self.watch.where):
             return tensor.cpu()
 
     def agree(self, what: str, parts: Mapping[str, str]) -> None:
         """Nothing: see :mod:`hf_laer.comm.check`."""
 
     def _start(
-        self, kind: str, start: Callable[[], dist.Work], received: torch.Tensor, sent: torch.Tensor
+        self, collective: str, start: Callable[[], dist.Work], received: torch.Tensor, sent: torch.Tensor
     ) -> PendingWork:
-        collective, where = f"{kind} of {self.purpose}", self.watch.where
+        where = self.watch.where
         with self.watch.waits(collective, where):
             work = start()
         return PendingWork(work, (received, sent), collective, where, self.watch)

@@ -54,19 +54,37 @@ class CollectiveError(RuntimeError):
         return CollectiveError, (str(self), self.rank, self.collective, self.where)
 
 
-@dataclass(frozen=True)
 class Waiting:
-    """A wait of the host.
+    """A wait of the host, as a block: every collective passes here several times, and a generator would take longer.
 
     Args:
+        watch: Told of it for as long as it lasts.
         collective: For what.
         where: Who asked for it.
+
+    Attributes:
         since: When it began, by ``time.monotonic``.
     """
 
-    collective: str
-    where: Where
-    since: float
+    __slots__ = ("collective", "since", "watch", "where")
+
+    def __init__(self, watch: Watch, collective: str, where: Where) -> None:
+        self.watch, self.collective, self.where, self.since = watch, collective, where, time.monotonic()
+
+    def __enter__(self) -> None:
+        self.watch.waiting = self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        watch = self.watch
+        watch.waiting, watch._speak_at = None, watch._first
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return
+        seconds = time.monotonic() - self.since
+        message = (
+            f"rank {watch.rank}: the {self.collective} in {self.where} failed after {seconds:.1f} s: {error} "
+            f"({_ADVICE})"
+        )
+        raise CollectiveError(message, watch.rank, self.collective, self.where) from error
 
 
 class Watch:
@@ -105,13 +123,13 @@ class Watch:
         finally:
             self.where = before
 
-    def waits(self, collective: str, where: Where) -> _Waits:
+    def waits(self, collective: str, where: Where) -> Waiting:
         """A block in which the host waits.
 
         Raises:
             CollectiveError: The block raised a ``RuntimeError``, which is chained.
         """
-        return _Waits(self, Waiting(collective, where, time.monotonic()))
+        return Waiting(self, collective, where)
 
     def look(self, now: float) -> None:
         """Reports the wait that is going on, if it is due; called from the watching thread."""
@@ -128,30 +146,6 @@ class Watch:
             self.limit,
             _ADVICE,
         )
-
-
-class _Waits:
-    """See :meth:`Watch.waits`; a class, as every collective passes here several times and a generator takes longer."""
-
-    __slots__ = ("_waiting", "_watch")
-
-    def __init__(self, watch: Watch, waiting: Waiting) -> None:
-        self._watch, self._waiting = watch, waiting
-
-    def __enter__(self) -> None:
-        self._watch.waiting = self._waiting
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        watch, waiting = self._watch, self._waiting
-        watch.waiting, watch._speak_at = None, watch._first
-        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
-            return
-        seconds = time.monotonic() - waiting.since
-        message = (
-            f"rank {watch.rank}: the {waiting.collective} in {waiting.where} failed after {seconds:.1f} s: {error} "
-            f"({_ADVICE})"
-        )
-        raise CollectiveError(message, watch.rank, waiting.collective, waiting.where) from error
 
 
 _watched: WeakSet[Watch] = WeakSet()

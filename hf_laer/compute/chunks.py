@@ -5,6 +5,7 @@ Letters in shapes: A rows sorted by slot, S slots, R received rows, H hidden, I 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,10 @@ class Chunk:
     slots: slice
     groups: Groups
 
+    def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its part of ``[A, …]``; where these are all rows, the tensor itself."""
+        return tensor if self.rows == slice(0, tensor.shape[0]) else tensor[self.rows]
+
     def of(self, weights: Weights) -> Weights:
         """The slots' weights; where these are all slots, stacked as they are."""
         if self.slots == slice(0, sum(map(len, next(iter(weights.values()))))):
@@ -51,12 +56,10 @@ class Chunk:
 
 def chunks_of(groups: Groups, limit: int | None) -> list[Chunk]:
     """The rows in chunks of at most ``limit``; all in one where that is ``None``."""
-    ends = [0]
-    for count in groups.counts:
-        ends.append(ends[-1] + count)
-    total = ends[-1]
+    total = sum(groups.counts)
     if limit is None or total <= limit:
         return [Chunk(slice(0, total), slice(0, len(groups.counts)), groups)]
+    ends = [0, *itertools.accumulate(groups.counts)]
     return [_chunk(groups, ends, start, min(start + limit, total)) for start in range(0, total, limit)]
 
 
@@ -83,7 +86,7 @@ def forward_in_chunks(
     outs, up = [], None
     for chunk in chunks:
         own, own_terms = chunk.of(weights), chunk.of_terms(terms)
-        up = first_product(spec, own, rows[source_row[chunk.rows]], chunk.groups, own_terms)
+        up = first_product(spec, own, rows[chunk.of_rows(source_row)], chunk.groups, own_terms)
         if chunk is chunks[0]:
             once_busy()
         outs.append(second_product(spec, own, up, chunk.groups, own_terms))
@@ -124,16 +127,16 @@ def backward_in_chunks(
     """
 
     def one(chunk: Chunk, grad_rows: GradRows, known: RowsKnown) -> ExpertGradients:
-        own, own_terms, source = chunk.of(weights), chunk.of_terms(terms), source_row[chunk.rows]
+        own, own_terms, source = chunk.of(weights), chunk.of_terms(terms), chunk.of_rows(source_row)
         ours = may_overwrite_up or up is None
-        first = first_product(spec, own, rows[source], chunk.groups, own_terms) if up is None else up[chunk.rows]
+        first = first_product(spec, own, rows[source], chunk.groups, own_terms) if up is None else chunk.of_rows(up)
         return experts_backward(
             spec,
             own,
             rows,
             source,
             first,
-            gates[chunk.rows],
+            chunk.of_rows(gates),
             grad_rows,
             chunk.groups,
             wanted,

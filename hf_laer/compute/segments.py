@@ -6,12 +6,21 @@ A message holds a piece of every expert and parameter; copied one by one, they c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_laer.compute.kernels import usable
+
+
+@lru_cache(maxsize=256)
+def _every(slices: int) -> np.ndarray:
+    """int64 ``[slices]``, ascending; shared, so that nobody may write to it."""
+    every = np.arange(slices)
+    every.flags.writeable = False
+    return every
 
 
 class Blocks(NamedTuple):
@@ -30,7 +39,8 @@ class Blocks(NamedTuple):
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Blocks:
         """All of a tensor."""
-        return cls(tensor, np.arange(len(tensor)), range(tensor.shape[1]))
+        slices, rows = tensor.shape[:2]
+        return cls(tensor, _every(slices), range(rows))
 
     @property
     def view(self) -> torch.Tensor:
@@ -40,7 +50,7 @@ class Blocks(NamedTuple):
     @property
     def on_device(self) -> torch.Tensor:
         """The index where the tensor is."""
-        return torch.from_numpy(self.which).to(self.tensor.device)
+        return torch.tensor(self.which, device=self.tensor.device)
 
     @property
     def values(self) -> torch.Tensor:
@@ -73,9 +83,9 @@ class Part(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether the tensor has one addend for each slice, in order."""
-        tensor, every = self.blocks.tensor, np.arange(len(self.blocks.tensor))
-        in_order = np.array_equal(self.at, every) and np.array_equal(self.blocks.which, every)
-        return in_order and self.blocks.rows == range(tensor.shape[1])
+        (tensor, which, rows), every = self.blocks, _every(self.blocks.tensor.shape[0])
+        in_order = all(some is every or np.array_equal(some, every) for some in (self.at, which))
+        return in_order and rows == range(tensor.shape[1])
 
 
 def copy_all(targets: Sequence[Blocks], sources: Sequence[Blocks]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -48,6 +49,7 @@ def _weighted(weights: np.ndarray, history: np.ndarray) -> np.ndarray:
     return found
 
 
+@lru_cache(maxsize=256)
 def _weights(name: str, length: int) -> np.ndarray:
     """int64 ``[length]``, in proportion; their sum is above 0."""
     at = np.arange(length)

@@ -6,8 +6,9 @@ parameters' versions and the pass, all of which are alike on all ranks: so every
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ Stacks = dict[str, tuple[torch.Tensor, ...]]
 Era = tuple[str, int]
 
 
-class Want(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Want:
     """What is wanted, and when it holds.
 
     Args:
@@ -47,11 +49,20 @@ class Want(NamedTuple):
     versions: tuple[int, ...]
     era: Era
 
+    @cached_property
+    def beyond(self) -> SlotTable | None:
+        """What must be fetched, where own experts are used where they live."""
+        return beyond_own(self.homes, self.table)
+
     @property
     def fetched(self) -> SlotTable:
         """What must be fetched: all, or what is not used where it lives."""
-        beyond = beyond_own(self.homes, self.table)
-        return self.table if beyond is None else beyond
+        return self.table if self.beyond is None else self.beyond
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether no rank fetches anything; the same answer on all ranks."""
+        return self.beyond is not None and not any(self.beyond)
 
     def serves(self, other: Want) -> bool:
         """Whether slots filled for this are the first ones of ``other``."""
@@ -73,11 +84,13 @@ class Coming:
         want: What they are.
         parts: On their way, one after the other.
         filled: How many of the parts are in the slots.
+        own: Name to this rank's own experts, where nothing else is wanted.
     """
 
     want: Want
     parts: list[Unshard | Pull]
     filled: int = 0
+    own: dict[str, torch.Tensor] | None = None
 
 
 class Unsharder:
@@ -116,6 +129,10 @@ class Unsharder:
             comm: The ranks that shard the experts.
             forward: In a backward, the pass that it belongs to.
         """
+        if want.is_at_home:
+            # Neither slots nor messages; what is in the slots stays there.
+            self.drop()
+            return Coming(want, [], own=_blocks(want))
         if self._is_kept(want, forward):
             return Coming(want, [])
         ahead, self._ahead = self._ahead, None
@@ -130,7 +147,7 @@ class Unsharder:
     def _start(self, want: Want, comm: Communicator, ahead: bool = False) -> Unshard | Pull:
         if self.arena is not None and self._pulls(want, self.arena):
             return self._pull(want, want.fetched, comm, self.arena, ahead)
-        whole = beyond_own(want.homes, want.table) is not None
+        whole = want.beyond is not None
         return start_unshard(want.homes, want.fetched, comm, want.dtype, want.device, (), self.nodes, whole)
 
     def _start_rest(self, want: Want, table: SlotTable, comm: Communicator, ahead: Coming) -> Unshard | Pull:
@@ -153,8 +170,13 @@ class Unsharder:
         return start_pull(want.homes, table, comm, arena, slots, after)
 
     def finish(self, coming: Coming) -> Stacks:
-        """Name to stacks ``[S', D, …]``, together the slots of this rank; own experts apart where they live."""
+        """Name to stacks ``[S', D, …]``, together the slots of this rank; own experts apart where they live.
+
+        As :func:`~hf_laer.shard.exchange.stacks_of` says it.
+        """
         want = coming.want
+        if coming.own is not None:
+            return {name: (block,) for name, block in coming.own.items()}
         if not coming.parts:
             assert self._kept is not None
             slots = self._kept[1]
@@ -163,11 +185,11 @@ class Unsharder:
             self._kept = want, slots
         if self.arena is not None:
             self._since = want.era, self.arena.mark()
-        if beyond_own(want.homes, want.table) is None:
+        if want.beyond is None:
             return {name: (stack,) for name, stack in slots.items()}
         first = coming.parts[0] if coming.parts else None
         own = first.blocks if isinstance(first, Unshard) else _blocks(want)
-        return {name: (own[name], slots[name]) for name in want.homes}
+        return {name: (own[name], slots[name]) if len(slots[name]) else (own[name],) for name in want.homes}
 
     def settle(self, layer: str, era: Era) -> None:
         """Puts what was sent ahead for a layer into its slots, before its plan is known.
@@ -197,7 +219,7 @@ class Unsharder:
             return False
         kept = self._kept[0]
         if kept.era == forward:
-            want = want._replace(era=kept.era)
+            want = replace(want, era=kept.era)
         return kept.serves(want) and want.serves(kept)
 
     def _filled(self, coming: Coming) -> dict[str, torch.Tensor]:
@@ -232,4 +254,5 @@ def _wait(ahead: Coming | None) -> None:
 
 
 def _blocks(want: Want) -> dict[str, torch.Tensor]:
-    return {name: home.local.to(want.device, want.dtype) for name, home in want.homes.items()}
+    kind = want.device, want.dtype
+    return {name: home.local.to(*kind, non_blocking=True) for name, home in want.homes.items()}

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from hf_laer.shard.nodes import Nodes, SlotTable, Sources, sources
 
 # Over 1,000 ranks one takes 100 KB: room for the tables of a pass, and not for a thousand.
 TABLES = 256
+# What travels by a table is kept for its backward; over 1,000 ranks that takes 400 KB.
+WAYS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +61,69 @@ class Piece:
         """Of a rank's slots."""
         return Blocks(slots, self.slots, self.rows)
 
-    def of_message(self, message: torch.Tensor) -> Blocks:
-        """What travels, ``[numel]``."""
-        return Blocks.whole(message.view(self.shape))
+
+# Per rank, what travels between it and this one: the home whose rows these are, the parameter and the piece.
+Pieces = list[list[tuple[int, str, Piece]]]
+
+
+class Mail(NamedTuple):
+    """One message to, or from, every other rank, one after the other.
+
+    Args:
+        parts: In order, all pieces that are not empty.
+        numels: Elements of each.
+        sizes: Elements for each rank.
+    """
+
+    parts: list[tuple[int, str, Piece]]
+    numels: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, pieces: Pieces, me: int) -> Mail:
+        """Of what travels between rank ``me`` and each."""
+        parts = [[] if rank == me else [one for one in some if one[2].numel] for rank, some in enumerate(pieces)]
+        numels = [[one[2].numel for one in some] for some in parts]
+        joined = [one for some in parts for one in some], [numel for some in numels for numel in some]
+        return cls(*joined, [sum(some) for some in numels])
+
+    def pack(
+        self,
+        tensors: dict[str, torch.Tensor],
+        view: Callable[[Piece, torch.Tensor], Blocks],
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """The message ``[elements]``, in ``dtype`` if that is given."""
+        like, copies = next(iter(tensors.values())), Copies()
+        message = torch.empty(sum(self.sizes), dtype=dtype or like.dtype, device=like.device)
+        for _, name, p, part in self.unpack(message):
+            copies.add(part, view(p, tensors[name]))
+        copies.make()
+        return message
+
+    def unpack(self, message: torch.Tensor) -> Iterator[tuple[int, str, Piece, Blocks]]:
+        """The parts of the message."""
+        cut = message.split_with_sizes(self.numels) if self.parts else ()
+        for (home, name, p), part in zip(self.parts, cut, strict=True):
+            yield home, name, p, Blocks.whole(part.view(p.shape))
+
+
+class Copies:
+    """Blocks to be copied, all at once."""
+
+    def __init__(self) -> None:
+        self._targets: list[Blocks] = []
+        self._sources: list[Blocks] = []
+
+    def add(self, target: Blocks, source: Blocks) -> None:
+        """One pair."""
+        if len(target.which):
+            self._targets.append(target)
+            self._sources.append(source)
+
+    def make(self) -> None:
+        """All of them."""
+        copy_all(self._targets, self._sources)
 
 
 @lru_cache(maxsize=4096)
@@ -110,9 +173,18 @@ def _beyond_own(layout: Layout, table: SlotTable) -> SlotTable | None:
     return tuple(held[len(mine) :] for held, mine in zip(table, own, strict=True))
 
 
+def stacks_of(homes: dict[str, Home], table: SlotTable, rank: int) -> tuple[int, ...]:
+    """Slots in each stack of a rank's weights: its own experts where they live, and what it fetches, if anything."""
+    beyond, held = beyond_own(homes, table), len(table[rank])
+    if beyond is None:
+        return (held,)
+    fetched = len(beyond[rank])
+    return (held - fetched, fetched) if fetched else (held,)
+
+
 def forget_tables() -> None:
     """Drops what is kept of slot tables seen; it is bounded, but may grow for thousands of steps until it is full."""
-    for kept in (piece, _is_local, _beyond_own, sources):
+    for kept in (piece, _is_local, _beyond_own, sources, _ways):
         kept.cache_clear()
 
 
@@ -128,6 +200,7 @@ class Unshard:
         pending: What arrives from other ranks, if anything travels.
         before: Per rank, the experts in its slots before these, if there are any.
         nodes: Where there are several.
+        ways: What travels.
     """
 
     homes: dict[str, Home]
@@ -135,24 +208,23 @@ class Unshard:
     table: SlotTable
     comm: Communicator
     pending: Pending | None
-    before: SlotTable = ()
-    nodes: Nodes | None = None
+    before: SlotTable
+    nodes: Nodes | None
+    ways: Ways
 
     def fill(self, slots: dict[str, torch.Tensor]) -> None:
         """Waits, and writes the experts behind those that are there: into name to ``[S, D, …]``, all of its slots."""
-        me, found = self.comm.rank, _sources(self.table, self.before, self.nodes)
+        me, copies = self.comm.rank, Copies()
         start = len(self.before[me]) if self.before else 0
         mine = {name: stack[start : start + len(self.table[me])] for name, stack in slots.items()}
-        copies = _Copies()
-        for name, home in self.homes.items():
-            own = piece(home.layout, me, self.table[me])
+        for name, own in self.ways.own:
             copies.add(own.of_slots(mine[name]), own.of_home(self.blocks[name]))
         if self.pending is not None:
-            for name, p, part in _unpack(_from_homes(self.homes, found, me), me, self.pending.wait()):
+            for _, name, p, part in self.ways.from_homes.unpack(self.pending.wait()):
                 copies.add(p.of_slots(mine[name]), part)
         copies.make()
         if self.pending is not None:
-            self._pass_on(found, slots)
+            self._pass_on(self.ways.found, slots)
 
     def wait(self) -> None:
         """Until what travels has arrived: the buffers of an exchange must outlive it."""
@@ -167,18 +239,19 @@ class Unshard:
         rows = [(*before, *row) for before, row in zip(self.before or ((),) * size, self.table, strict=True)]
         here, me = nodes.ranks(self.comm.rank, size), self.comm.rank
 
-        def between(giver: int, taker: int) -> list[tuple[str, Piece]]:
+        def between(giver: int, taker: int) -> list[tuple[int, str, Piece]]:
             return [
-                (name, _piece_at(home.layout, at, experts, rows[giver], rows[taker]))
+                (at, name, _piece_at(home.layout, at, experts, rows[giver], rows[taker]))
                 for name, home in self.homes.items()
                 for at, experts in (found.passed(home.layout, giver, taker).items() if giver != taker else ())
             ]
 
-        leaving, coming = [between(me, other) for other in here], [between(other, me) for other in here]
-        message, own = _pack(leaving, me - here.start, slots, Piece.of_giver), me - here.start
-        arrived = nodes.comm.all_to_all(message, _sizes(leaving, own), _sizes(coming, own))
-        copies = _Copies()
-        for name, p, part in _unpack(coming, own, arrived):
+        own = me - here.start
+        leaving = Mail.of([between(me, other) for other in here], own)
+        coming = Mail.of([between(other, me) for other in here], own)
+        arrived = nodes.comm.all_to_all(leaving.pack(slots, Piece.of_giver), leaving.sizes, coming.sizes)
+        copies = Copies()
+        for _, name, p, part in coming.unpack(arrived):
             copies.add(p.of_slots(slots[name]), part)
         copies.make()
 
@@ -205,35 +278,54 @@ def start_unshard(
         nodes: Where there are several.
         whole: This rank's block is used where it lives too: it is needed in ``dtype``, and is converted once.
     """
-    me, pending = comm.rank, None
+    ways, pending = ways_of(homes, table, before, nodes, comm.rank), None
     blocks = {name: home.local.to(device, dtype if whole else None, non_blocking=True) for name, home in homes.items()}
-    if not is_local(homes, table):
-        found = _sources(table, before, nodes)
-        leaving, coming = _to_slots(homes, found, me), _from_homes(homes, found, me)
-        message = _pack(leaving, me, blocks, Piece.of_home, dtype)
-        pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-    return Unshard(homes, blocks, table, comm, pending, before, nodes)
+    if not ways.is_local:
+        message = ways.to_slots.pack(blocks, Piece.of_home, dtype)
+        pending = comm.start_all_to_all(message, ways.to_slots.sizes, ways.from_homes.sizes)
+    return Unshard(homes, blocks, table, comm, pending, before, nodes, ways)
 
 
-def _sources(table: SlotTable, before: SlotTable, nodes: Nodes | None) -> Sources:
-    return sources(table, before, nodes.width if nodes is not None else 0)
+class Ways(NamedTuple):
+    """How the experts of a slot table get there, as one rank sees it.
+
+    Args:
+        found: From where each slot gets each home's rows.
+        is_local: Nothing travels.
+        own: By name, what this rank's slots hold of its own home.
+        to_slots: Between this rank's home and the slots of the others.
+        from_homes: Between the homes of the others and this rank's slots.
+    """
+
+    found: Sources
+    is_local: bool
+    own: list[tuple[str, Piece]]
+    to_slots: Mail
+    from_homes: Mail
+
+
+def ways_of(homes: dict[str, Home], table: SlotTable, before: SlotTable, nodes: Nodes | None, me: int) -> Ways:
+    """The ways of rank ``me``; see :func:`start_unshard`."""
+    layouts = tuple([(name, home.layout) for name, home in homes.items()])
+    return _ways(layouts, table, before, nodes.width if nodes is not None else 0, me)
+
+
+@lru_cache(maxsize=WAYS)
+def _ways(layouts: tuple[tuple[str, Layout], ...], table: SlotTable, before: SlotTable, width: int, me: int) -> Ways:
+    found, ranks = sources(table, before, width), range(len(table))
+
+    def between(home: int, rank: int) -> list[tuple[int, str, Piece]]:
+        return [(home, name, piece(layout, home, found.straight(home, rank))) for name, layout in layouts]
+
+    is_local = all(_is_local(layout, table) for _, layout in layouts)
+    own = [(name, piece(layout, me, table[me])) for name, layout in layouts]
+    to_slots, from_homes = [between(me, rank) for rank in ranks], [between(home, me) for home in ranks]
+    return Ways(found, is_local, own, Mail.of(to_slots, me), Mail.of(from_homes, me))
 
 
 def _passes(homes: dict[str, Home], found: Sources, nodes: Nodes, comm: Communicator) -> bool:
     """Whether anything is passed on inside this rank's node; the same answer on all its ranks."""
     return any(found.passes(home.layout, comm.rank // nodes.width) for home in homes.values())
-
-
-def _to_slots(homes: dict[str, Home], found: Sources, home: int) -> Pieces:
-    """What travels between ``home`` and the slots of each rank."""
-    ranks = range(len(found.table))
-    return [[(name, piece(h.layout, home, found.straight(home, q))) for name, h in homes.items()] for q in ranks]
-
-
-def _from_homes(homes: dict[str, Home], found: Sources, rank: int) -> Pieces:
-    """What travels between each home and the slots of ``rank``."""
-    ranks = range(len(found.table))
-    return [[(name, piece(h.layout, p, found.straight(p, rank))) for name, h in homes.items()] for p in ranks]
 
 
 def _piece_at(layout: Layout, home: int, experts: list[int], giver: Sequence[int], taker: Sequence[int]) -> Piece:
@@ -253,7 +345,7 @@ class Reshard:
         replicas: Ranks that hold the same blocks (HSDP).
         pending: What arrives from other ranks, if anything travels.
         scale: Factor of the sum over ranks and replicas.
-        nodes: Where there are several.
+        coming: What arrives.
     """
 
     homes: dict[str, Home]
@@ -263,13 +355,12 @@ class Reshard:
     replicas: Communicator
     pending: Pending | None
     scale: float
-    nodes: Nodes | None = None
+    coming: Mail
 
     def finish(self) -> None:
         """Sums in float32, this rank's part first, then in the order of ranks; scales once; accumulates."""
         if self.pending is not None:
-            coming = _to_slots(self.homes, _sources(self.table, (), self.nodes), self.comm.rank)
-            for name, p, blocks in _unpack(coming, self.comm.rank, self.pending.wait()):
+            for _, name, p, blocks in self.coming.unpack(self.pending.wait()):
                 self.own[name].append(Part(p.experts, blocks))
         for name, home in self.homes.items():
             home.accumulate(self._over_replicas(home, self.own.pop(name)), self.scale)
@@ -306,32 +397,32 @@ def start_reshard(
         scale: Factor of their sum over ranks and replicas.
         nodes: Where there are several; gradients of one expert are summed inside each first, in float32.
     """
-    me, pending, beyond = comm.rank, None, beyond_own(homes, table)
+    pending, beyond = None, beyond_own(homes, table)
     table = table if beyond is None else beyond
+    ways = ways_of(homes, table, (), nodes, comm.rank)
+    # Of what was fetched; where nothing was, nothing is taken of these.
     grads = {name: stack[-1] for name, stack in stacks.items()}
     own: dict[str, list[Part]] = {name: [] for name in homes}
-    for name, home in homes.items():
+    for name, here in ways.own:
         if beyond is not None:
             own[name].append(Part.whole(stacks[name][0]))
-        here = piece(home.layout, me, table[me])
         if len(here.experts):
             own[name].append(Part(here.experts, here.of_slots(grads[name])))
-    if not is_local(homes, table):
-        found = _sources(table, (), nodes)
-        leaving, coming = _from_homes(homes, found, me), _to_slots(homes, found, me)
-        if nodes is not None and _passes(homes, found, nodes, comm):
-            message = _summed(homes, found, grads, leaving, comm, nodes, dtype)
+    if not ways.is_local:
+        leaving = ways.from_homes
+        if nodes is not None and _passes(homes, ways.found, nodes, comm):
+            message = _summed(homes, ways.found, grads, leaving, comm, nodes, dtype)
         else:
-            message = _pack(leaving, me, grads, Piece.of_slots, dtype)
-        pending = comm.start_all_to_all(message, _sizes(leaving, me), _sizes(coming, me))
-    return Reshard(homes, own, table, comm, replicas, pending, scale, nodes)
+            message = leaving.pack(grads, Piece.of_slots, dtype)
+        pending = comm.start_all_to_all(message, leaving.sizes, ways.to_slots.sizes)
+    return Reshard(homes, own, table, comm, replicas, pending, scale, ways.to_slots)
 
 
 def _summed(
     homes: dict[str, Home],
     found: Sources,
     grads: dict[str, torch.Tensor],
-    leaving: Pieces,
+    leaving: Mail,
     comm: Communicator,
     nodes: Nodes,
     dtype: torch.dtype,
@@ -352,15 +443,13 @@ def _summed(
             for home, experts in (found.passed(h.layout, giver, taker).items() if giver != taker else ())
         ]
 
-    given, got = [between(other, me) for other in here], [between(me, other) for other in here]
-    to_givers, from_takers = _unlabelled(given), _unlabelled(got)
     own = me - here.start
-    message = _pack(to_givers, own, grads, Piece.of_slots, dtype)
-    arrived = nodes.comm.all_to_all(message, _sizes(to_givers, own), _sizes(from_takers, own))
-    total = _pack(leaving, me, grads, Piece.of_slots, torch.float32)
-    parts = {(home, name): whole for home, name, whole in _wholes(leaving, me, total)}
-    labels = (label for of_rank in got for label in of_rank)
-    for (home, _, _), (name, p, blocks) in zip(labels, _unpack(from_takers, own, arrived), strict=True):
+    given = Mail.of([between(other, me) for other in here], own)
+    got = Mail.of([between(me, other) for other in here], own)
+    arrived = nodes.comm.all_to_all(given.pack(grads, Piece.of_slots, dtype), given.sizes, got.sizes)
+    total = leaving.pack(grads, Piece.of_slots, torch.float32)
+    parts = {(home, name): blocks.tensor for home, name, _, blocks in leaving.unpack(total)}
+    for home, name, p, blocks in got.unpack(arrived):
         add_parts(parts[home, name], [Part(p.experts, blocks)], 1.0, 1.0)
     return total.to(dtype)
 
@@ -368,63 +457,3 @@ def _summed(
 def _owned(layout: Layout, home: int, held: Sequence[int]) -> list[int]:
     """The experts of ``held`` that a home has, in the order in which they travel."""
     return [expert for expert in held if expert in layout.experts[home]]
-
-
-def _unlabelled(pieces: list[list[tuple[int, str, Piece]]]) -> Pieces:
-    return [[(name, p) for _, name, p in of_rank] for of_rank in pieces]
-
-
-def _wholes(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """What of a message is for each other rank and name, as one tensor."""
-    at = 0
-    for rank, of_rank in enumerate(pieces):
-        for name, p in of_rank if rank != me else ():
-            yield rank, name, message[at : at + p.numel].view(p.shape)
-            at += p.numel
-
-
-Pieces = list[list[tuple[str, Piece]]]
-
-
-def _pack(
-    pieces: Pieces,
-    me: int,
-    tensors: dict[str, torch.Tensor],
-    view: Callable[[Piece, torch.Tensor], Blocks],
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """One message to every other rank, one after the other: ``[elements]``, in ``dtype`` if that is given."""
-    like, copies = next(iter(tensors.values())), _Copies()
-    message = torch.empty(sum(_sizes(pieces, me)), dtype=dtype or like.dtype, device=like.device)
-    for name, p, part in _unpack(pieces, me, message):
-        copies.add(part, view(p, tensors[name]))
-    copies.make()
-    return message
-
-
-def _unpack(pieces: Pieces, me: int, message: torch.Tensor) -> Iterator[tuple[str, Piece, Blocks]]:
-    """The parts of a message from or to every other rank, by name and piece."""
-    at = 0
-    for rank, of_rank in enumerate(pieces):
-        for name, p in of_rank if rank != me else ():
-            yield name, p, p.of_message(message[at : at + p.numel])
-            at += p.numel
-
-
-class _Copies:
-    """Blocks to be copied, all at once."""
-
-    def __init__(self) -> None:
-        self._targets: list[Blocks] = []
-        self._sources: list[Blocks] = []
-
-    def add(self, target: Blocks, source: Blocks) -> None:
-        self._targets.append(target)
-        self._sources.append(source)
-
-    def make(self) -> None:
-        copy_all(self._targets, self._sources)
-
-
-def _sizes(pieces: Pieces, me: int) -> list[int]:
-    return [0 if rank == me else sum(p.numel for _, p in of_rank) for rank, of_rank in enumerate(pieces)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -30,6 +31,14 @@ class Layout:
     shape: tuple[int, ...]
     experts: tuple[range, ...]
     rows: tuple[range, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Tables are looked up by it, several times in a step; it grows with the ranks.
+        return hash((self.shape, self.experts, self.rows))
 
     @classmethod
     def sharded(cls, shape: tuple[int, ...], dim: int, ranks: int) -> Layout:
@@ -68,10 +77,13 @@ class Home:
     @property
     def local(self) -> torch.Tensor:
         """This rank's block, ``[E', D', …]``, without gradient."""
-        with torch.no_grad():
-            # Detaching the block, not the DTensor, whose operations cost the host far more.
-            data = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
-            return data.detach()
+        if torch.is_grad_enabled():
+            # Seldom: a layer runs without.
+            with torch.no_grad():
+                return self.local
+        # Detaching the block, not the DTensor, whose operations cost the host far more.
+        data = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+        return data.detach()
 
     def accumulate(self, parts: list[Part], scale: float) -> None:
         """Adds gradients of this rank's block into ``.grad``.

@@ -47,7 +47,7 @@ class SlotPool:
                 buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
             if kept is not None:
                 buffer[: len(kept)].copy_(kept)
-        return buffer[:numel].view(shape)
+        return (buffer if buffer.numel() == numel else buffer[:numel]).view(shape)
 
     def has(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, which: int = 0) -> bool:
         """Whether :meth:`take` would make no new buffer."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_laer.compute.gate import FusedGate, Gate, recognize
-from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
 from hf_laer.compute.rows import gather_sum, places
 from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
 from tests.engine.cases_puts import check_puts as check_writes
@@ -299,6 +299,14 @@ def test_compiled_kernels_get_addresses() -> None:
         before = kernel.compiled
         launch(kernel, (3,), tensors, (5,), (constant,), num_warps=warps)
         assert kernel.compiled == before + 1
+
+
+def test_sizes_as_triton_has_them() -> None:
+    triton = pytest.importorskip("triton")
+    numbers = [*range(1, 70), 1023, 1024, 1025, 2**20 + 1]
+    assert [next_power_of_2(number) for number in numbers] == [triton.next_power_of_2(number) for number in numbers]
+    pairs = [(size, of) for size in (0, *numbers) for of in (1, 7, 1024)]
+    assert [cdiv(*pair) for pair in pairs] == [triton.cdiv(*pair) for pair in pairs]
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)

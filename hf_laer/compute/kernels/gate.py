@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
 
 # Gate and up that alternate are read and written in one word: what each program needs then stays in its registers.
 _WORDS = {2: torch.int32, 4: torch.int64}
@@ -139,10 +139,10 @@ def gate_forward(
     rows, half = up.shape[0], up.shape[1] // 2
     act = up.new_empty(rows, half)
     if act.numel():
-        block = min(1024, triton.next_power_of_2(half))
+        block = min(1024, next_power_of_2(half))
         tensors = _words(up, interleaved), _words(bias, interleaved), slot, act
         constants = half, interleaved, clamped, block
-        launch(_forward_kernel, (rows, triton.cdiv(half, block)), tensors, (float(alpha), float(limit)), constants)
+        launch(_forward_kernel, (rows, cdiv(half, block)), tensors, (float(alpha), float(limit)), constants)
     return act
 
 
@@ -170,6 +170,6 @@ def gate_backward(
     if rows:
         up_pairs, bias_pairs, grad_pairs = (_words(one, interleaved) for one in (up, bias, grad_up))
         tensors = up_pairs, bias_pairs, slot, weighted, gates, grad_pairs, weighted, grad_gates
-        constants = half, interleaved, clamped, min(1024, triton.next_power_of_2(half))
+        constants = half, interleaved, clamped, min(1024, next_power_of_2(half))
         launch(_backward_kernel, (rows,), tensors, (float(alpha), float(limit)), constants)
     return grad_up, weighted, grad_gates

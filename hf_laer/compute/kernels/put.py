@@ -1,7 +1,5 @@
 """Rows written where other ranks read them; the references are in :mod:`hf_laer.comm.peers`.
 
-Addresses and where each rank's rows end are numbers of the launch, so that nothing has to be copied to the device first.
-
 Letters in shapes: A assignments, B blocks of assignments, E experts, N ranks, R rows, T tokens, K top-k, H columns.
 """
 
@@ -13,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
 from hf_laer.compute.kernels.places import BASES, MOST_RANKS, NUMBERS, eight, one_of, rank_of, start_of, store_row
 
 _BLOCK, _FLAT = 1024, 2048
@@ -60,7 +58,9 @@ def _put_rows_kernel(
 
 
 @triton.jit
-def _put_messages(message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _put_messages(
+    message, ends, block, b0, b1, b2, b3, b4, b5, b6, b7, blocks, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """A block of the messages' words, three for each choice."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     all_rows = tl.load(ends + RANKS * blocks - 1).to(tl.int64)
@@ -126,14 +126,14 @@ def put(tensor: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None
     words = tensor.view(-1).view(_WORDS[size])
     each = row_bytes // size
     numbers = (*eight(bases), *eight([end * each for end in ends]), len(words))
-    launch(_put_kernel, (triton.cdiv(len(words), _FLAT),), (words,), numbers, (len(ends), _FLAT))
+    launch(_put_kernel, (cdiv(len(words), _FLAT),), (words,), numbers, (len(ends), _FLAT))
 
 
 def put_rows(tokens: torch.Tensor, index: torch.Tensor, ends: Sequence[int], bases: Sequence[int]) -> None:
     """The rows ``[R]`` of ``[T, H]`` that ``index`` names, as :func:`put`; addresses are multiples of 16."""
     columns = tokens.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(columns))
-    grid, numbers = (ends[-1], triton.cdiv(columns, block)), (*eight(bases), *eight(ends))
+    block = min(_BLOCK, next_power_of_2(columns))
+    grid, numbers = (ends[-1], cdiv(columns, block)), (*eight(bases), *eight(ends))
     launch(_put_rows_kernel, grid, (tokens.contiguous(), index), numbers, (columns, len(ends), block))
 
 
@@ -163,10 +163,10 @@ def put_all(
         told: Addresses on each rank for int64 ``[E + N]``: loads, and where rows to each rank end.
     """
     columns, ranks, experts = tokens.shape[1], len(bases), 0 if loads is None else len(loads)
-    block = min(_BLOCK, triton.next_power_of_2(columns))
-    choices = 0 if message is None else triton.cdiv(message.numel(), block)
-    grid = most + choices + len(told), triton.cdiv(columns, block) if most else 1
+    block = min(_BLOCK, next_power_of_2(columns))
+    choices = 0 if message is None else cdiv(message.numel(), block)
+    grid = most + choices + len(told), cdiv(columns, block) if most else 1
     tensors = tokens.contiguous(), index, message, loads, ends
     numbers = (*eight(bases), *eight(told), most, choices, ends.shape[1])
-    kinds = message is not None, loads is not None, triton.next_power_of_2(max(experts, ranks))
+    kinds = message is not None, loads is not None, next_power_of_2(max(experts, ranks))
     launch(_put_all_kernel, grid, tensors, numbers, (behind, experts, columns, ranks, *kinds, block))

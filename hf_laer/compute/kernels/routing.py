@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
 
 if TYPE_CHECKING:
     from hf_laer.compute.routing import Shares
@@ -235,14 +235,14 @@ def _arrive_kernel(
 
 def _bins(keys: int) -> int:
     """A histogram's bins: one more than there are keys, for elements that are left out."""
-    return max(_FEWEST_BINS, triton.next_power_of_2(keys + 1))
+    return max(_FEWEST_BINS, next_power_of_2(keys + 1))
 
 
 def _ends(
     keys: torch.Tensor, total: int, stride: int, per: int, bins: int, places: torch.Tensor | None = None
 ) -> torch.Tensor:
     """int32 ``[bins * B]``: where the elements of each key in each block of ``per`` end, sorted by key or its place."""
-    blocks = triton.cdiv(total, per)
+    blocks = cdiv(total, per)
     table = torch.empty(bins * blocks, dtype=torch.int32, device=keys.device)
     tensors, numbers = (keys, keys if places is None else places, table), (total, blocks, bins)
     constants = stride, per, places is not None, _BLOCK, max(_FEWEST_OF_SLOTS, _bins(bins))
@@ -263,7 +263,7 @@ def count(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     ends = _ends(top_k_index.contiguous(), top_k_index.numel(), 1, per, num_experts)
     loads = torch.empty(num_experts, dtype=torch.int64, device=ends.device)
     blocks = len(ends) // num_experts
-    launch(_loads_kernel, (triton.cdiv(num_experts, _BLOCK),), (ends, loads), (blocks,), (num_experts, _BLOCK))
+    launch(_loads_kernel, (cdiv(num_experts, _BLOCK),), (ends, loads), (blocks,), (num_experts, _BLOCK))
     return loads, ends
 
 
@@ -278,9 +278,9 @@ def leave(
     tokens, top_k = top_k_index.shape
     total, ranks, device = top_k_index.numel(), shares.ranks, top_k_index.device
     per, width = _per_block(top_k), min(top_k, ranks)
-    blocks = triton.cdiv(total, per)
+    blocks = cdiv(total, per)
     keys, gates = top_k_index.contiguous(), top_k_weights.detach().contiguous()
-    row_token, choices = torch.empty(2 * total, dtype=torch.int64, device=device).split(total)
+    row_token, choices = torch.empty(2, total, dtype=torch.int64, device=device).unbind()
     opened = torch.empty(total, dtype=torch.int32, device=device)
     table = torch.empty(2 * ranks * blocks, dtype=torch.int32, device=device)
     # Halvings after which one of the most replicas that an expert has is left.
@@ -302,7 +302,7 @@ def rows_both_ways(message: torch.Tensor, received: torch.Tensor, edges: torch.T
     """See the reference."""
     rows = torch.empty_like(edges, dtype=torch.int64)
     ranks = edges.shape[1]
-    launch(_rows_kernel, (2,), (message, received, edges, rows), (), (ranks, triton.next_power_of_2(ranks)))
+    launch(_rows_kernel, (2,), (message, received, edges, rows), (), (ranks, next_power_of_2(ranks)))
     return rows
 
 
@@ -316,10 +316,10 @@ def arrive(
 ) -> tuple[torch.Tensor, ...]:
     """See the reference; at least one assignment arrived."""
     total, device = len(received), received.device
-    blocks = triton.cdiv(total, _BLOCK)
+    blocks = cdiv(total, _BLOCK)
     received = received.contiguous()
     ends = _ends(received[:, 1], total, 3, _BLOCK, len(places), places)
-    source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device)
+    source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device).unbind()
     # Rows that are not there are written by nobody.
     shape = {"size": (rows, top_k), "dtype": torch.int64, "device": device}
     row_places = torch.empty(**shape) if starts is None else torch.full(**shape, fill_value=-1)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
 from hf_laer.compute.kernels.places import NUMBERS, eight, one_of, rank_of, start_of, store_row
 
 
@@ -109,8 +109,8 @@ def _launch(
     (rows, width), columns = table.shape, values.shape[1]
     if rows * columns == 0:
         return
-    block = min(1024, triton.next_power_of_2(columns))
+    block = min(1024, next_power_of_2(columns))
     ranks = 0 if bases else len(ends), len(bases)
     constants = stride, columns, width, weights is not None, bias is not None, *ranks, block
     numbers = *eight(bases), *eight(ends), float(scale)
-    launch(_gather_sum_kernel, (rows, triton.cdiv(columns, block)), tensors, numbers, constants)
+    launch(_gather_sum_kernel, (rows, cdiv(columns, block)), tensors, numbers, constants)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_laer.compute.kernels.launch import launch
+from hf_laer.compute.kernels.launch import cdiv, launch
 from hf_laer.compute.segments import Blocks, Part, copy_some
 from hf_laer.plan.addresses import copy_rows, sum_rows
 
@@ -91,7 +91,7 @@ def _copy(into: torch.dtype, of: torch.dtype, pairs: list[tuple[Blocks, Blocks]]
     slices, of_slices = (_joined([pair[side].which for pair in pairs]) for side in (0, 1))
     told = np.array(numbers, np.int64), slices, of_slices
     table, aligned, most = copy_rows(*told, into.itemsize, of.itemsize, LONGEST)
-    blocks = triton.cdiv(most, _BLOCK * _STEPS)
+    blocks = cdiv(most, _BLOCK * _STEPS)
     for rows, is_aligned in ((table[:aligned], True), (table[aligned:], False)):
         if len(rows):
             there = _on(rows, pairs[0][0].tensor.device)
@@ -108,13 +108,13 @@ def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: f
     numbers = [(len(p.at), dtypes.index(p.blocks.tensor.dtype), *_place(p.blocks)) for p in parts]
     at, which = (_joined(some) for some in ([p.at for p in parts], [p.blocks.which for p in parts]))
     kinds = into.dtype, dtypes[0], dtypes[-1]
-    slices = np.array((len(into), into[0].numel(), into.data_ptr(), into.stride(0) * into.itemsize), np.int64)
+    slices = np.array((len(into), into.shape[1:].numel(), into.data_ptr(), into.stride(0) * into.itemsize), np.int64)
     sizes = np.array([kind.itemsize for kind in kinds], np.int64)
     of_parts = np.array(numbers, np.int64).reshape(-1, 4)
     table, own, aligned = sum_rows(slices, of_parts, at, which, sizes, LONGEST, before != 1)
     if not len(table):
         return
-    grid = len(table), triton.cdiv(min(int(slices[1]), LONGEST), _BLOCK * _STEPS)
+    grid = len(table), cdiv(min(int(slices[1]), LONGEST), _BLOCK * _STEPS)
     told = table.shape[1], int(own), float(before), float(scale)
     constants = *(_DTYPES[kind] for kind in kinds), before != 0, bool(aligned), _BLOCK, _STEPS
     launch(_sum_kernel, grid, (_on(table, into.device),), told, constants, num_warps=_WARPS)
