@@ -70,10 +70,11 @@ class LaerConfig:
         prefetch: Experts whose need is known ahead travel while the layer before computes, which holds one more layer's
             unsharded experts in memory. So do FSDP's parameters of the next decoder layer in forward, as by default,
             but asked for before the host waits for this layer's loads.
-        peer_memory: Ranks of one host fetch experts that are cut over all of them (``fsep``, ``fsep+llep``, ``fsdp``)
-            from each other's memory, by copy engines, where few and large enough; it costs each rank the memory of its
-            part of one layer. ``None`` means where GPUs reach each other; ``False`` sends messages always; ``True``
-            also on CPUs.
+        peer_memory: Ranks of one host write tokens into each other's memory (up to 8 ranks, all of which share the
+            experts), and fetch experts that are cut over all of them (``fsep``, ``fsep+llep``, ``fsdp``) from it by
+            copy engines, where few and large enough. It costs each rank the memory of its part of one layer, and of two
+            rows for each token of all ranks. ``None`` means where GPUs reach each other; ``False`` sends messages
+            always; ``True`` also on CPUs.
         recompute: Under activation checkpointing, ``layer`` repeats dispatch, experts and combine; ``experts``
             keeps the dispatched rows and the output, so that the replay issues no collective.
         check_collectives: For finding out why ranks hang or part: before each collective all its ranks compare, by

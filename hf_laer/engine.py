@@ -18,7 +18,7 @@ from hf_laer.choice import Choice, choose, settled
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import Communicators, communicators
 from hf_laer.comm.local import LocalCommunicator
-from hf_laer.comm.routes import depart, go, known_routes, make_routes, most_rows
+from hf_laer.comm.routes import Known, Sending, exchange
 from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import Leaving, count
 from hf_laer.compute.spec import ExpertsSpec
@@ -112,6 +112,12 @@ class Engine:
     def is_sharded(self) -> bool:
         """Whether the parameters are DTensors on a mesh."""
         return self.mesh is not None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of this rank's memory that others read and write, which no allocator counts."""
+        arena = self.unsharder.arena
+        return self.comms.tokens.nbytes + (0 if arena is None else arena.nbytes)
 
     def settle(
         self,
@@ -337,7 +343,7 @@ class Engine:
         leaving = leave_early(layer, tokens.size, top_k_index, top_k_weights, counted)
         self.unsharder.settle(layer.name, self.era())
         dtype = self.compute_dtype_for(hidden)
-        (loads, rows, gone), placements = self._gather(layer, counted.loads, leaving, hidden.to(dtype), top_k)
+        (loads, rows, gone), placements = self._gather(layer, counted.loads, leaving, (hidden, dtype, top_k))
         started = time.perf_counter()
         plans = self._plans(layer, loads, placements, top_k)
         planned = time.perf_counter() - started
@@ -350,19 +356,12 @@ class Engine:
         apart = not adapted and self.config.max_rows_per_rank is None
         arrangement = layer.arrangement(table, own.slots.tolist(), apart)
         layer.unspilled = not any(plan.spilled for plan in plans)
-        leaving, rows = (leaving, rows) if layer.unspilled else (None, None)
-        most_tokens = int(loads.sum(1).max()) // top_k
-        tokens.reserve(most_tokens, top_k, hidden.shape[1] * dtype.itemsize)
-        gone = gone if gone is not None and layer.unspilled and gone.holds(most_tokens) else None
-        choices, told = (top_k_index, top_k_weights, counted), (own, arrangement, tokens)
-        routes = go(hidden.to(dtype), *choices, mine.split, group, *told) if rows is None else None
-        if routes is None:
-            departure = depart(*choices, mine.split, group[: tokens.rank].sum(0), *told, leaving, gone)
-            if rows is None:
-                routes = make_routes(departure, most_rows(group, own, top_k), tokens)
-            else:
-                rows = self._my_rows(rows, tokens.size)
-                routes = known_routes(departure, rows[tokens.rank], rows[:, tokens.rank], gone)
+        known = None
+        if layer.unspilled and leaving is not None and rows is not None:
+            rows = self._my_rows(rows, tokens.size)
+            known = Known(leaving, rows[tokens.rank], rows[:, tokens.rank], gone)
+        choices = top_k_index, top_k_weights, counted
+        routes = exchange(Sending(hidden, dtype, *choices, mine.split, group, own, arrangement), tokens, known)
         last = None if self.passes.is_first() else self._before
         run = Run(routes, table, top_k_index, micro_batch, self.era(), last)
         self._before = layer.name, table
@@ -432,7 +431,11 @@ class Engine:
         return self.comms.replicas.all_gather(self.comms.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
 
     def _gather(
-        self, layer: MoELayer, loads: torch.Tensor, leaving: Leaving | None, hidden: torch.Tensor, top_k: int
+        self,
+        layer: MoELayer,
+        loads: torch.Tensor,
+        leaving: Leaving | None,
+        tokens: tuple[torch.Tensor, torch.dtype, int],
     ) -> tuple[Told, list[Placement] | None]:
         """Every rank's loads, and the layer's layout; tokens may set out. Waits for the device.
 
@@ -445,8 +448,8 @@ class Engine:
         tuners = [self._tuner(one) for one in due if relays(one.config)] if needs_loads(layer.config) else []
         everyone = self.comms.everyone if needs_loads(layer.config) else _ALONE
         told = None
-        if leaving is not None and not tuners:
-            told = tell_ahead(everyone, loads, leaving, hidden, top_k)
+        if leaving is not None and not tuners and everyone.can_start:
+            told = tell_ahead(everyone, loads, leaving, *tokens)
         if told is None:
             told = tell(everyone, loads, leaving, self.tokens_of(layer).size, tuners)
         return told, self._tuner(layer).layout if relays(layer.config) else None

@@ -93,8 +93,9 @@ def with_peers(
         seconds: After which a rank that does not come is given up.
     """
     tokens = comms.tokens
-    alike = isinstance(tokens, ProcessGroupCommunicator) and tokens.size == comms.weights.size <= MOST_RANKS
-    if not alike or not _share_memory(tokens, config, ranks_per_node, device):
+    if not isinstance(tokens, ProcessGroupCommunicator) or not tokens.size == comms.weights.size <= MOST_RANKS:
+        return comms
+    if not _share_memory(tokens, config, ranks_per_node, device):
         return comms
     # Loads, rows for each rank, and what tuners say of the layouts of two layers.
     return replace(comms, tokens=PeerCommunicator(tokens, experts + tokens.size + 4, device, seconds))

@@ -62,7 +62,12 @@ def _shares_of_owners(experts: int, ranks: int, device: torch.device) -> Shares:
 
 
 def tell_ahead(
-    everyone: Communicator, loads: torch.Tensor, leaving: Leaving, tokens: torch.Tensor, top_k: int
+    everyone: Communicator,
+    loads: torch.Tensor,
+    leaving: Leaving,
+    hidden: torch.Tensor,
+    dtype: torch.dtype,
+    top_k: int,
 ) -> Told | None:
     """As :func:`tell`, and rows set out at once, where they can. Collective; the same on all ranks.
 
@@ -70,10 +75,11 @@ def tell_ahead(
         everyone: The ranks that shard the experts, and exchange tokens.
         loads: int64 ``[E]``, this rank's.
         leaving: From :func:`leave_early`.
-        tokens: ``[T, H]``.
+        hidden: ``[T, H]``, its tokens.
+        dtype: In which they travel.
         top_k: K.
     """
-    gone = everyone.start(tokens, leaving, top_k, loads)
+    gone = everyone.start(hidden.to(dtype), leaving, top_k, loads)
     if gone is None:
         return None
     told = everyone.to_host(gone.told).numpy()

@@ -88,6 +88,11 @@ class Stopwatch:
         return self.start_all_to_all(sums.formed(), send, receive)
 
     @property
+    def nbytes(self) -> int:
+        """The other's."""
+        return self.inner.nbytes
+
+    @property
     def can_start(self) -> bool:
         """The other's."""
         return self.inner.can_start

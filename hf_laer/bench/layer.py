@@ -55,7 +55,7 @@ class Measured:
         routing: The scenario.
         forward_ms: Median over iterations, of the slowest rank; the mean where routing changes from step to step.
         step_ms: The same, forward and backward.
-        peak_gb: GiB above weights and their gradients, of the fullest rank.
+        peak_gb: GiB above weights and their gradients, of the fullest rank; memory that ranks share included.
         imbalance_before: Max/mean over ranks with static owners, mean over layers and steps; 0 for rivals.
         imbalance_after: As planned.
         exchange_ms: Of a step, what a rank's products wait for tokens, mean over ranks; where it was asked for.
@@ -270,6 +270,7 @@ class _Turn:
         forward_ms, _ = timed(lambda: self._forward(made), device, iterations, average)
         self._observed(made, iterations)
         step_ms, peak = timed(lambda: self._step(made), device, iterations, average)
+        peak += made.engine.shared_bytes / 2**30 if made.engine is not None and device.type == "cuda" else 0.0
         imbalances, exchange_ms = self._observed(made, iterations)
         self._imbalance += imbalances[-iterations * self._bench.shape.layers :]
         self._exchanges.append(exchange_ms)

@@ -230,6 +230,7 @@ class StackBench:
                 made.step(batch)
             step_ms, peak = timed(partial(made.step, batch), self.device, iterations)
             layer_ms = (step_ms - without) / self.shape.layers
+            peak += made.engine.shared_bytes / 2**30 if made.engine is not None and self.device.type == "cuda" else 0.0
             one = StackMeasured(contender, scenario, step_ms, layer_ms, peak)
             found.append(self._with_unshards(made, batch, one, iterations))
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.bench.layer import LayerShape, Measured, measure
+from hf_laer.bench.layer import Bench, LayerShape, Measured, measure
 from hf_laer.bench.models import OURS
 from hf_laer.bench.rivals import RIVALS, BenchWeights, Rivals
+from hf_laer.bench.routing import changes
 from hf_laer.cli.layer_shape import add_shape_arguments, shape_of
 from hf_laer.cli.ranks import joined, write_figures
 from hf_laer.config import AUTO
@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=int, default=1, help="so many in a row, so that experts can travel ahead; no rivals then"
     )
+    parser.add_argument(
+        "--blocks", type=int, default=3, help="rounds in which contenders take turns, where routing does not change"
+    )
     parser.add_argument("--profile", type=Path, help="of hf-laer tune; auto and spilling go by it")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
@@ -54,14 +57,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
     rivals = [name for name in contenders if name in ALL_RIVALS]
     if args.layers < 1 or (args.layers > 1 and rivals):
         raise ValueError(f"--layers {args.layers}: at least 1, and rivals ({', '.join(rivals)}) run one layer alone")
+    if args.blocks < 1:
+        raise ValueError(f"--blocks {args.blocks} must be at least 1")
     profile = read_profile(args.profile) if args.profile else None
     with joined() as device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         rows: list[Measured] = []
         try:
-            for scenario, contender in itertools.product(scenarios, contenders):
-                kinds = device, dtype, args.iterations, ALL_RIVALS, profile
-                rows.append(measure(shape, contender, scenario, *kinds))
+            bench = Bench(shape, device, dtype, ALL_RIVALS, profile, {"history": 1})
+            for scenario in scenarios:
+                if changes(scenario):
+                    # A history of its own for each, which follows its own steps.
+                    kinds = device, dtype, args.iterations, ALL_RIVALS, profile
+                    rows += [measure(shape, contender, scenario, *kinds) for contender in contenders]
+                else:
+                    rows += bench.measure(contenders, scenario, args.iterations, args.blocks)
         finally:
             if dist.get_rank() == 0 and rows:
                 console.print(_table(shape, rows, device))

@@ -21,6 +21,8 @@ from hf_laer.comm.process_group import ProcessGroupCommunicator
 
 logger = logging.getLogger(__name__)
 
+# Of a device's memory an arena may take this part.
+_PART = 16
 # An arena's streams: what is written into it, and what is read out of others'.
 LAYING, PULLING = range(2)
 
@@ -162,7 +164,9 @@ def _mapped(path: str, nbytes: int) -> torch.Tensor:
 
 
 def make_arena(comm: Communicator, nbytes: int, device: torch.device, seconds: float) -> Arena | None:
-    """The arena of ``comm``, or ``None`` where its ranks cannot read each other's memory. Collective over ``comm``.
+    """The arena of ``comm``, or ``None`` where its ranks cannot read each other's memory, or it would take too much.
+
+    Collective over ``comm``.
 
     Args:
         comm: The ranks, all of one host.
@@ -172,7 +176,8 @@ def make_arena(comm: Communicator, nbytes: int, device: torch.device, seconds: f
     """
     if not isinstance(comm, ProcessGroupCommunicator):
         return None
-    told = torch.tensor([nbytes, -int(_reaches_all(device, comm.size))], dtype=torch.int64, device=device)
+    willing = _reaches_all(device, comm.size) and nbytes <= _most_bytes(device)
+    told = torch.tensor([nbytes, -int(willing)], dtype=torch.int64, device=device)
     nbytes, refused = comm.to_host(comm.all_gather(told)).amax(0).tolist()
     if nbytes == 0 or refused == 0:
         return None
@@ -194,6 +199,11 @@ def _made(comm: ProcessGroupCommunicator, nbytes: int, device: torch.device, sec
             error,
         )
         return None
+
+
+def _most_bytes(device: torch.device) -> int:
+    """More than so many is better spent on what is computed."""
+    return torch.cuda.get_device_properties(device).total_memory // _PART if device.type == "cuda" else 2**62
 
 
 def _reaches_all(device: torch.device, ranks: int) -> bool:

@@ -50,11 +50,11 @@ class Picked(NamedTuple):
     """Which rows of a tensor leave.
 
     Args:
-        index: int64 ``[at least R]``, those to each rank one after the other.
+        rows: int64 ``[at least R]``, those to each rank one after the other.
         ends: ``[at least N, B]``, whose last column says where those to each rank end, if the host does not know.
     """
 
-    index: torch.Tensor
+    rows: torch.Tensor
     ends: torch.Tensor | None = None
 
 
@@ -70,8 +70,7 @@ class Sums(NamedTuple):
 
     def formed(self) -> torch.Tensor:
         """``[R, H]``."""
-        told = {"weights": self.weights, "bias": self.bias, "slot": self.slot}
-        return gather_sum(self.values, self.table, self.dtype, **told)
+        return gather_sum(self.values, self.table, self.dtype, weights=self.weights, bias=self.bias, slot=self.slot)
 
 
 class Communicator(Protocol):
@@ -80,6 +79,7 @@ class Communicator(Protocol):
     Attributes:
         size: Ranks in the group.
         rank: This rank's place in the group.
+        nbytes: Of each rank's memory that the others write to.
         can_start: Whether :meth:`start` works for what room has been reserved for; the same on all ranks.
 
     Raises:
@@ -88,6 +88,11 @@ class Communicator(Protocol):
 
     size: int
     rank: int
+
+    @property
+    def nbytes(self) -> int:
+        """See above."""
+        ...
 
     @property
     def can_start(self) -> bool:

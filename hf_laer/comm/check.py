@@ -245,6 +245,11 @@ class CheckedCommunicator:
         return self.start_all_to_all(sums.formed(), send, receive)
 
     @property
+    def nbytes(self) -> int:
+        """None."""
+        return 0
+
+    @property
     def can_start(self) -> bool:
         """Never."""
         return False
@@ -253,9 +258,7 @@ class CheckedCommunicator:
         """As the real one's."""
         self._comm.reserve(tokens, top_k, row_bytes)
 
-    def start(
-        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
-    ) -> None:
+    def start(self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None) -> None:
         """Nothing sets out before it has been compared."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

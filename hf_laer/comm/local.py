@@ -48,11 +48,16 @@ class LocalCommunicator:
         self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Arrived:
         """The tensor itself, or some of its rows, arrived."""
-        return Arrived(tensor if picked is None else tensor.index_select(0, picked.index))
+        return Arrived(tensor if picked is None else tensor.index_select(0, picked.rows))
 
     def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Arrived:
         """As :meth:`start_all_to_all`, once they are formed."""
         return self.start_all_to_all(sums.formed(), send, receive)
+
+    @property
+    def nbytes(self) -> int:
+        """None."""
+        return 0
 
     @property
     def can_start(self) -> bool:
@@ -62,9 +67,7 @@ class LocalCommunicator:
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
         """Nothing: messages need no room."""
 
-    def start(
-        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
-    ) -> None:
+    def start(self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None) -> None:
         """Messages need to know how long they are."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

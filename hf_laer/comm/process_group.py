@@ -84,7 +84,7 @@ class ProcessGroupCommunicator:
         self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> PendingWork:
         """As :meth:`all_to_all`, returning at once; of rows that are picked, if they are."""
-        tensor = tensor.contiguous() if picked is None else tensor.index_select(0, picked.index)
+        tensor = tensor.contiguous() if picked is None else tensor.index_select(0, picked.rows)
         received = tensor.new_empty(sum(receive), *tensor.shape[1:])
         start = partial(
             dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True
@@ -96,6 +96,11 @@ class ProcessGroupCommunicator:
         return self.start_all_to_all(sums.formed(), send, receive)
 
     @property
+    def nbytes(self) -> int:
+        """None."""
+        return 0
+
+    @property
     def can_start(self) -> bool:
         """Never."""
         return False
@@ -103,9 +108,7 @@ class ProcessGroupCommunicator:
     def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
         """Nothing: messages need no room."""
 
-    def start(
-        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
-    ) -> None:
+    def start(self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None) -> None:
         """Messages need to know how long they are."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

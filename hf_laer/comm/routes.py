@@ -76,7 +76,63 @@ class Routes:
         return self._served
 
 
-class Departure(NamedTuple):
+class Sending(NamedTuple):
+    """What one rank sends in a micro-batch, and by which plan.
+
+    Args:
+        hidden: ``[T, H]``, its tokens.
+        dtype: In which they travel.
+        top_k_index: int64 ``[T, K]``, chosen experts.
+        top_k_weights: ``[T, K]``, routing weights.
+        counted: The choices, counted.
+        split: Which replica serves which part of each expert's stream.
+        loads: int64 ``[N, E]``, of all ranks of the token group.
+        own: This rank's part of the plan.
+        arrangement: How the rows of this rank's slots are to lie.
+    """
+
+    hidden: torch.Tensor
+    dtype: torch.dtype
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    counted: Counted
+    split: Split
+    loads: np.ndarray
+    own: OwnPart
+    arrangement: Arrangement
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.top_k_index.shape[1]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 ``[N]``: tokens of each rank."""
+        return self.loads.sum(1) // self.top_k
+
+    def before(self, rank: int) -> np.ndarray:
+        """int64 ``[E]``: tokens that earlier ranks have in each expert's stream."""
+        return self.loads[:rank].sum(0)
+
+
+class Known(NamedTuple):
+    """What was found out before the plan was known.
+
+    Args:
+        leaving: What leaves this rank.
+        send_rows: int64 ``[N]``, rows to each rank.
+        receive_rows: int64 ``[N]``, rows from each rank.
+        gone: Messages and rows, if they have set out.
+    """
+
+    leaving: Leaving
+    send_rows: np.ndarray
+    receive_rows: np.ndarray
+    gone: Gone | None
+
+
+class _Departure(NamedTuple):
     """An exchange whose messages are under way.
 
     Args:
@@ -98,71 +154,69 @@ class Departure(NamedTuple):
     top_k: int
 
 
-def depart(
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    counted: Counted,
-    split: Split,
-    before: np.ndarray,
-    own: OwnPart,
-    arrangement: Arrangement,
-    comm: Communicator,
-    leaving: Leaving | None = None,
-    gone: Gone | None = None,
-) -> Departure:
-    """Works out what leaves this rank and tells the others. Collective over ``comm``.
+def exchange(sending: Sending, comm: Communicator, known: Known | None = None) -> Routes:
+    """Works out what leaves this rank, tells the others and learns what arrives. Collective over ``comm``.
 
     Args:
-        top_k_index: int64 ``[T, K]``, chosen experts.
-        top_k_weights: ``[T, K]``, routing weights.
-        counted: The choices, counted.
-        split: Which replica serves which part of each expert's stream.
-        before: int64 ``[E]``, tokens that earlier ranks of the group have in each expert's stream.
-        own: This rank's part of the plan.
-        arrangement: How the rows of this rank's slots are to lie.
+        sending: What leaves, and by which plan.
         comm: The token group.
-        leaving: What leaves this rank, if that is known.
-        gone: The messages, if they have set out.
+        known: What is known of it.
     """
-    device = top_k_index.device
-    if leaving is None:
-        shares, rows = shares_and_rows(split, before, own, arrangement, device)
-        leaving = leave(top_k_index, top_k_weights, shares, counted)
-    else:
-        rows = OwnRows.of(own, arrangement, device)
-    send, receive = own.sent.tolist(), own.received.tolist()
-    pending = comm.start_all_to_all(leaving.message, send, receive) if gone is None else gone.messages(receive)
-    return Departure(leaving, rows, arrangement, pending, send, receive, top_k_index.shape[1])
+    most = int(sending.tokens.max(initial=0))
+    comm.reserve(most, sending.top_k, sending.hidden.shape[1] * sending.dtype.itemsize)
+    if known is not None:
+        return _expected(sending, comm, known, most)
+    return _at_once(sending, comm) if comm.can_start else _agreed(sending, comm)
 
 
-def make_routes(departure: Departure, most_rows: int, comm: Communicator) -> Routes:
-    """The exchange, once this rank knows what it will receive; waits for the device.
+def _expected(sending: Sending, comm: Communicator, known: Known, most: int) -> Routes:
+    """Where it is known how many rows travel, so that the host need not wait."""
+    gone = known.gone if known.gone is not None and known.gone.holds(most) else None
+    rows = OwnRows.of(sending.own, sending.arrangement, sending.top_k_index.device)
+    return _unawaited(_departed(sending, known.leaving, rows, comm, gone), known.send_rows, known.receive_rows, gone)
 
-    Args:
-        departure: From :func:`depart`.
-        most_rows: No more rows than this arrive.
-        comm: The token group.
+
+def _at_once(sending: Sending, comm: Communicator) -> Routes:
+    """Where messages and rows set out together, and the host never learns how many rows there are.
+
+    There is room for as many as there may be, one for each token and for each choice; the last ones may mean nothing.
     """
-    edges, received = departure.own.edges, departure.pending.wait()
-    rows = rows_both_ways(departure.leaving.message, received, edges)
-    served = _serve(departure, received, most_rows)
+    send_rows = np.minimum(sending.own.sent, len(sending.top_k_index))
+    receive_rows = np.minimum(sending.own.received, sending.tokens)
+    starts = np.stack([send_rows.cumsum() - send_rows, receive_rows.cumsum() - receive_rows])
+    told = sending.split, sending.before(comm.rank), sending.own, sending.arrangement
+    shares, rows = shares_and_rows(*told, sending.top_k_index.device, starts)
+    assert rows.starts is not None
+    leaving = leave(sending.top_k_index, sending.top_k_weights, shares, sending.counted, rows.starts[0])
+    gone = comm.start(sending.hidden.to(sending.dtype), leaving, sending.top_k)
+    assert gone is not None, "room was reserved"
+    routes = _unawaited(_departed(sending, leaving, rows, comm, gone), send_rows, receive_rows, gone)
+    routes.picked = Picked(leaving.row_token, leaving.ends)
+    return routes
+
+
+def _agreed(sending: Sending, comm: Communicator) -> Routes:
+    """Where each rank must be told how many rows will arrive, for which the host waits."""
+    told = sending.split, sending.before(comm.rank), sending.own, sending.arrangement
+    shares, rows = shares_and_rows(*told, sending.top_k_index.device)
+    leaving = leave(sending.top_k_index, sending.top_k_weights, shares, sending.counted)
+    departure = _departed(sending, leaving, rows, comm, None)
+    received = departure.pending.wait()
+    both_ways = rows_both_ways(leaving.message, received, rows.edges)
+    served = _serve(departure, received, most_rows(sending.tokens, sending.own))
     # The host waits once, for how many rows there are; assignments are known from the plan.
-    send_rows, receive_rows = comm.to_host(rows).tolist()
+    send_rows, receive_rows = comm.to_host(both_ways).tolist()
     served = served._replace(row_places=served.row_places[: sum(receive_rows)])
     return _routes(departure, send_rows, receive_rows, lambda: served)
 
 
-def known_routes(
-    departure: Departure, send: np.ndarray, receive: np.ndarray, gone: Gone | None = None
-) -> Routes:
-    """The exchange where the host has no need to wait.
+def _departed(sending: Sending, leaving: Leaving, rows: OwnRows, comm: Communicator, gone: Gone | None) -> _Departure:
+    send, receive = sending.own.sent.tolist(), sending.own.received.tolist()
+    pending = comm.start_all_to_all(leaving.message, send, receive) if gone is None else gone.messages(receive)
+    return _Departure(leaving, rows, sending.arrangement, pending, send, receive, sending.top_k)
 
-    Args:
-        departure: From :func:`depart`.
-        send: int64 ``[N]``, rows to each rank.
-        receive: int64 ``[N]``, rows from each rank.
-        gone: The tokens, if they have set out.
-    """
+
+def _unawaited(departure: _Departure, send: np.ndarray, receive: np.ndarray, gone: Gone | None) -> Routes:
     send_rows, receive_rows = send.tolist(), receive.tolist()
 
     def arriving() -> Served:
@@ -173,53 +227,8 @@ def known_routes(
     return routes
 
 
-def go(
-    tokens: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    counted: Counted,
-    split: Split,
-    group: np.ndarray,
-    own: OwnPart,
-    arrangement: Arrangement,
-    comm: Communicator,
-) -> Routes | None:
-    """The exchange where messages and rows set out together and the host never learns how many rows there are.
-
-    It knows how many there are at most, one for each token and for each choice: so many it makes room for, the last of
-    each rank's may mean nothing. Collective over ``comm``; ``None`` where tokens cannot travel so, on all ranks.
-
-    Args:
-        tokens: ``[T, H]``.
-        top_k_index: int64 ``[T, K]``, chosen experts.
-        top_k_weights: ``[T, K]``, routing weights.
-        counted: The choices, counted.
-        split: Which replica serves which part of each expert's stream.
-        group: int64 ``[N, E]``, the loads of the ranks of ``comm``.
-        own: This rank's part of the plan.
-        arrangement: How the rows of this rank's slots are to lie.
-        comm: The token group.
-    """
-    if not comm.can_start:
-        return None
-    send_rows = np.minimum(own.sent, len(top_k_index))
-    receive_rows = np.minimum(own.received, group.sum(1) // top_k_index.shape[1])
-    starts = np.stack([send_rows.cumsum() - send_rows, receive_rows.cumsum() - receive_rows])
-    before, device = group[: comm.rank].sum(0), top_k_index.device
-    shares, rows = shares_and_rows(split, before, own, arrangement, device, starts)
-    assert rows.starts is not None
-    leaving = leave(top_k_index, top_k_weights, shares, counted, rows.starts[0])
-    gone = comm.start(tokens, leaving, top_k_index.shape[1])
-    assert gone is not None
-    send, receive = own.sent.tolist(), own.received.tolist()
-    departure = Departure(leaving, rows, arrangement, gone.messages(receive), send, receive, top_k_index.shape[1])
-    routes = known_routes(departure, send_rows, receive_rows, gone)
-    routes.picked = Picked(leaving.row_token, leaving.ends)
-    return routes
-
-
 def _routes(
-    departure: Departure, send_rows: list[int], receive_rows: list[int], arriving: Callable[[], Served]
+    departure: _Departure, send_rows: list[int], receive_rows: list[int], arriving: Callable[[], Served]
 ) -> Routes:
     leaving = departure.leaving
     return Routes(
@@ -234,7 +243,7 @@ def _routes(
     )
 
 
-def _serve(departure: Departure, received: torch.Tensor, rows: int) -> Served:
+def _serve(departure: _Departure, received: torch.Tensor, rows: int) -> Served:
     """The tables of what arrived, of at least R rows."""
     places, ends = departure.own.slots
     starts = None if departure.own.starts is None else departure.own.starts[1]
@@ -243,12 +252,11 @@ def _serve(departure: Departure, received: torch.Tensor, rows: int) -> Served:
     return Served(arrived.source_row, arrived.arrival, arrived.row_places, arrived.gates, groups)
 
 
-def most_rows(loads: np.ndarray, own: OwnPart, top_k: int) -> int:
+def most_rows(tokens: np.ndarray, own: OwnPart) -> int:
     """At most this many rows arrive: one per choice, and from each rank one per token.
 
     Args:
-        loads: int64 ``[N, E]``, choices of each rank.
+        tokens: int64 ``[N]``, tokens of each rank.
         own: This rank's part of the plan.
-        top_k: Choices of each token.
     """
-    return int(np.minimum(own.received, loads.sum(1) // top_k).sum())
+    return int(np.minimum(own.received, tokens).sum())

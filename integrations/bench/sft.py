@@ -98,7 +98,8 @@ def prepared(job: Job, contender: str, device: torch.device) -> Iterator[Callabl
         def trained(scenario: str) -> Trained:
             forced.begin(scenario)
             found = _timed(job, contender, scenario, device, lambda: _step(model, optimizer, backward, ids, forced))
-            return replace(found, chosen=chosen)
+            shared = 0 if engine is None or device.type != "cuda" else engine.shared_bytes
+            return replace(found, chosen=chosen, peak_gb=found.peak_gb + shared / 2**30)
 
         yield trained
 

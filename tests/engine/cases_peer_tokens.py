@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_laer.comm import arena, peers
 from hf_laer.comm.base import Picked
-from hf_laer.comm.peers import PeerCommunicator, Put, Room
+from hf_laer.comm.peers import PeerCommunicator
+from hf_laer.comm.places import Placed, Places, Room
 from hf_laer.comm.process_group import ProcessGroupCommunicator
 from hf_laer.comm.watch import Watch
 from hf_laer.compute.routing import Shares, count, leave
@@ -29,9 +30,9 @@ def counted(call: Callable[[], Any]) -> Counter[str]:
     """What of these a call does."""
     found: Counter[str] = Counter()
     ways = {
-        "put": (PeerCommunicator, "_put"),
-        "all": (PeerCommunicator, "_put_all"),
-        "rows": (Put, "rows"),
+        "put": (Places, "put"),
+        "all": (Places, "put_all"),
+        "rows": (Placed, "rows"),
         "made": (peers, "make_arena"),
         "sent": (ProcessGroupCommunicator, "start_all_to_all"),
     }
@@ -126,7 +127,7 @@ def ahead(experts: int, top_k: int) -> list[bool]:
 def _compare(
     comm: PeerCommunicator,
     inner: ProcessGroupCommunicator,
-    put: Put,
+    put: Placed,
     leaving: Any,
     tokens: torch.Tensor,
     told: torch.Tensor,

@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import torch
 
-from hf_laer.comm import peers
+from hf_laer.comm import places
 from hf_laer.comm.base import Picked, Sums
-from hf_laer.comm.peers import PeerCommunicator, Room
+from hf_laer.comm.peers import PeerCommunicator
+from hf_laer.comm.places import Room, aligned
 from hf_laer.compute.routing import Leaving, Shares, count, leave
 from hf_laer.plan import chunk_owners
 
@@ -48,7 +49,7 @@ def posed(ranks: int, rank: int, room: Room, words: int, device: str) -> PeerCom
     """A rank's communicator with memory of its own for all of them."""
     comm = PeerCommunicator(_Nobody(ranks, rank), words, torch.device(device), 60.0)  # type: ignore[arg-type]
     comm._room = room
-    comm.use(Posed(ranks, 2 * ranks * (peers._aligned(words * 8) + room.nbytes), device))
+    comm.use(Posed(ranks, 2 * ranks * (aligned(words * 8) + room.nbytes), device))
     return comm
 
 
@@ -100,7 +101,7 @@ def check_puts(tokens: int, top_k: int, experts: int, ranks: int, hidden: int, d
 
     for rank in (0, ranks - 1):
         want = write(posed(ranks, rank, room, words, "cpu"))
-        with patch.object(peers, "usable", lambda tensor: True):
+        with patch.object(places, "usable", lambda tensor: True):
             got = write(posed(ranks, rank, room, words, device))
         for on, (ours, theirs) in enumerate(zip(got, want, strict=True)):
             assert torch.equal(ours, theirs), f"rank {rank} writes otherwise on rank {on} of {ranks}"

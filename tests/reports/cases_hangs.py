@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hf_laer import patch_model
 from hf_laer.comm import groups
 from hf_laer.comm.groups import communicators
-from hf_laer.comm.routes import depart, make_routes, most_rows
+from hf_laer.comm.routes import Sending, exchange
 from hf_laer.comm.tokens import start_combine, start_dispatch
 from hf_laer.comm.watch import Watch
 from hf_laer.compute.grouped_gemm import Arrangement
@@ -118,9 +118,9 @@ def matrices() -> None:
         plan = ep(counts, np.arange(4))
         own, weights = own_part(plan, counts, rank), torch.ones(index.shape)
         lie = Arrangement.of(own.slots.tolist(), (1,), None)
-        departure = depart(index, weights, count(index, 4), plan.split, counts[:rank].sum(0), own, lie, comms.tokens)
-        routes = make_routes(departure, most_rows(counts, own, 1), comms.tokens)
         hidden = torch.arange(len(index) * 5.0).view(-1, 5) + 1000 * rank
+        asked = hidden, hidden.dtype, index, weights, count(index, 4), plan.split, counts, own, lie
+        routes = exchange(Sending(*asked), comms.tokens)
         arrived = start_dispatch(hidden, routes, comms.tokens).wait()
         assert arrived.shape == (counts[:, rank].sum(), 5), name
         sources = np.repeat(np.arange(4), counts[:, rank])

@@ -293,8 +293,8 @@ def leave(
     rank, slot = shares.packed[first : first + replicas], shares.packed[first + replicas : first + 2 * replicas]
     stops = table.cumsum(0, dtype=torch.int32)
     tables = opened, rank, slot, stops, gates, row_token, token_rows, choices, message, starts
-    constants = ranks, starts is not None, top_k, width, per, _BLOCK
-    launch(_leave_kernel, (blocks,), tables, (total, blocks), constants)
+    kind = ranks, starts is not None, top_k, width, per, _BLOCK
+    launch(_leave_kernel, (blocks,), tables, (total, blocks), kind)
     return row_token, token_rows, choices, message, stops.view(2 * ranks, blocks)
 
 
@@ -320,9 +320,10 @@ def arrive(
     received = received.contiguous()
     ends = _ends(received[:, 1], total, 3, _BLOCK, len(places), places)
     source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device).unbind()
-    # Rows that are not there are written by nobody.
-    shape = {"size": (rows, top_k), "dtype": torch.int64, "device": device}
-    row_places = torch.empty(**shape) if starts is None else torch.full(**shape, fill_value=-1)
+    row_places = torch.empty(rows, top_k, dtype=torch.int64, device=device)
+    if starts is not None:
+        # Rows that are not there are written by nobody.
+        row_places.fill_(-1)
     gates = torch.empty(total, dtype=torch.float32, device=device)
     tables = received, stops, ends, places, source_row, arrival, row_places, gates, slot, starts
     launch(_arrive_kernel, (blocks,), tables, (total, blocks), (len(stops), starts is not None, top_k, _BLOCK))

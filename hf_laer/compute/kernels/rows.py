@@ -92,7 +92,7 @@ def gather_sum_to(
     ends: Sequence[int],
     bases: Sequence[int],
 ) -> None:
-    """As :func:`gather_sum`, the sums up to each of ``ends`` to an address, a multiple of 16, in the dtype of ``like``."""
+    """As :func:`gather_sum`, in the dtype of ``like``; sums up to each of ``ends`` go to one of ``bases``."""
     _launch((values.contiguous(), table, weights, bias, slot, like), 1.0, ends=ends, bases=bases)
 
 
