@@ -277,10 +277,10 @@ def group_sums(rows: torch.Tensor, groups: Groups, weights: torch.Tensor | None 
 
 def _kernel_takes(left: torch.Tensor, right: torch.Tensor) -> bool:
     """``grouped_mm`` fails for zero rows, for other dtypes, and for rows that are not multiples of 16 bytes."""
-    if not left.is_cuda or left.dtype != torch.bfloat16 or 0 in (left.shape[0], right.shape[0]):
-        return False
-    # A loop, as every product asks.
-    for size in (*left.shape[1:], *right.shape[1:]):
-        if size * left.itemsize % _ALIGNMENT_BYTES:
-            return False
-    return True
+    return (
+        left.is_cuda
+        and left.dtype == torch.bfloat16
+        and left.shape[0] > 0
+        and right.shape[0] > 0
+        and all(size * left.element_size() % _ALIGNMENT_BYTES == 0 for size in (*left.shape[1:], *right.shape[1:]))
+    )
