@@ -152,7 +152,7 @@ def _factor_gradients(
 
 
 def _sizes(weights: Weights, name: str) -> tuple[int, ...]:
-    return tuple(len(stack) for stack in weights[name])
+    return tuple([stack.shape[0] for stack in weights[name]])
 
 
 def bias_of(weights: Weights, name: str | None) -> torch.Tensor | None:

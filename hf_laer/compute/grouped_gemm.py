@@ -211,9 +211,9 @@ def _rows_times(rows: torch.Tensor, weight: torch.Tensor, stretch: Stretch, out:
             # Of all rows, as it takes no place to write to: those after its last group are left to what follows.
             out = torch.nn.functional.grouped_mm(rows, weight, offs=stretch.ends)
         else:
-            out = rows.new_empty(len(rows), weight.shape[2]) if out is None else out
+            out = rows.new_empty(rows.shape[0], weight.shape[2]) if out is None else out
             out[some].copy_(torch.nn.functional.grouped_mm(rows[some], weight, offs=stretch.ends))
-    out = rows.new_empty(len(rows), weight.shape[2]) if out is None else out
+    out = rows.new_empty(rows.shape[0], weight.shape[2]) if out is None else out
     for slot, start, stop in stretch.alone if kernel else stretch.each:
         torch.mm(rows[start:stop], weight[slot], out=out[start:stop])
     return out
@@ -255,7 +255,7 @@ def _on(device: torch.device, ends: np.ndarray) -> torch.Tensor:
 
 
 def _sizes(stacks: Stacks) -> tuple[int, ...]:
-    return tuple(len(stack) for stack in stacks)
+    return tuple([stack.shape[0] for stack in stacks])
 
 
 def group_sums(rows: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None) -> torch.Tensor:

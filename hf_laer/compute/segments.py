@@ -115,6 +115,8 @@ def add_parts(into: torch.Tensor, parts: Sequence[Part], before: float, scale: f
         before: Factor of what is there.
         scale: Factor of the parts.
     """
+    if before == 1 and not parts:
+        return
     if usable(into):
         from hf_laer.compute.kernels import segments
 

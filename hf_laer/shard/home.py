@@ -128,17 +128,10 @@ class Home:
         return torch.empty_like(local), parts, 0.0
 
     def _wrap(self, block: torch.Tensor) -> torch.Tensor:
-        parameter = self.parameter
-        if not isinstance(parameter, DTensor):
+        if not isinstance(self.parameter, DTensor):
             return block
-        return DTensor.from_local(
-            block,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        # As FSDP2 makes its gradients: `from_local` takes 45 us of the host to work out what the parameter knows.
+        return DTensor(block, self.parameter._spec, requires_grad=False)
 
 
 def plain_home(parameter: nn.Parameter) -> Home:

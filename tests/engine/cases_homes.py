@@ -45,6 +45,7 @@ class Sent:
             ahead = unsharder._ahead
             coming = begin(want, *args)
             assert beyond_own(want.homes, want.table) is not None, "own experts are used where they live"
+            assert (coming.own is not None) == (_count(want) == 0), "slots for nothing, or none for something"
             if coming.parts:
                 served = ahead is not None and coming.parts is ahead.parts
                 self.late += _count(want) - (_count(ahead.want) if served else 0)
