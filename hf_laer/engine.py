@@ -35,7 +35,7 @@ from hf_laer.shard.home import plain_home
 from hf_laer.shard.nodes import Nodes
 from hf_laer.shard.returns import GradientReturns
 from hf_laer.shard.slots import SlotPool
-from hf_laer.start import arena_for, compile_planners, device_of, home_of, told_alike, with_peers
+from hf_laer.start import arena_for, check_alone, compile_planners, device_of, home_of, told_alike, with_peers
 from hf_laer.strategy import make_plan, needs_loads, relays, sharded_dim, token_groups
 from hf_laer.tables import digests, table_of
 from hf_laer.telemetry.record import LoadsWatcher, Recorder, holders_of, record_of
@@ -334,7 +334,8 @@ class Engine:
             training: Whether the tuner and the recorder learn from it.
             adapted: Whether low-rank additions go with it.
         """
-        self._check_sharded(layer)
+        if not self.is_sharded:
+            check_alone(layer.name)
         self.passes.enter(layer.name)
         micro_batch = layer.forwards
         layer.forwards += 1
@@ -350,7 +351,7 @@ class Engine:
         if self.config.check_collectives and needs_loads(layer.config):
             self.comms.weights.agree("plan", digests(loads, plans))
         mine = plans[min(self.comms.weights.rank // tokens.size, len(plans) - 1)]
-        group = self._my_rows(loads, tokens.size)
+        group = self.comms.of_group(loads, tokens.size)
         own, table = own_part(mine, group, tokens.rank), self._table(plans)
         # Low-rank additions and chunks have stacks of their own.
         apart = not adapted and self.config.max_rows_per_rank is None
@@ -358,7 +359,7 @@ class Engine:
         layer.unspilled = not any(plan.spilled for plan in plans)
         known = None
         if layer.unspilled and leaving is not None and rows is not None:
-            rows = self._my_rows(rows, tokens.size)
+            rows = self.comms.of_group(rows, tokens.size)
             known = Known(leaving, rows[tokens.rank], rows[:, tokens.rank], gone)
         choices = top_k_index, top_k_weights, counted
         routes = exchange(Sending(hidden, dtype, *choices, mine.split, group, own, arrangement), tokens, known)
@@ -407,28 +408,9 @@ class Engine:
         self._announced += 1
         self.comms.weights.agree("call", {"gradients": str(torch.is_grad_enabled())})
 
-    def _check_sharded(self, layer: MoELayer) -> None:
-        if not self.is_sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError(
-                f"{layer.name} runs on {dist.get_world_size()} ranks but its experts are not sharded: call "
-                "accelerator.prepare(model, optimizer) with an FSDP2 plugin first, or patch_model(model, config, "
-                "mesh=mesh)"
-            )
-
     def tokens_of(self, layer: MoELayer) -> Communicator:
         """The token group in which the layer exchanges tokens."""
         return self.comms.tokens if needs_loads(layer.config) else _ALONE
-
-    def _my_rows(self, loads: np.ndarray, size: int) -> np.ndarray:
-        """The loads of this rank's token group of ``size`` ranks."""
-        if len(loads) == size:
-            return loads
-        start = self.comms.weights.rank // size * size
-        return loads[start : start + size]
-
-    def _everyones(self, counts: torch.Tensor) -> np.ndarray:
-        """int64 ``[N, E]``: the loads of all ranks of the world, replica by replica. Collective."""
-        return self.comms.replicas.all_gather(self.comms.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
 
     def _gather(
         self,
@@ -511,7 +493,7 @@ class Engine:
         forecast, strategy = "" if tuner is None else tuner.forecast, layer.config.strategy
         self.recorder.add(record_of(*about, plan_seconds=seconds, forecast=forecast, strategy=strategy))
         if self.watcher is not None:
-            self.watcher(layer.name, self._everyones(counts), top_k)
+            self.watcher(layer.name, self.comms.everyones(counts), top_k)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -44,6 +44,19 @@ def told_alike(told: dict[str, Any]) -> list[dict[str, Any]]:
     return everyone
 
 
+def check_alone(layer: str) -> None:
+    """A layer whose experts are not sharded runs on one rank.
+
+    Raises:
+        RuntimeError: There are several.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"{layer} runs on {dist.get_world_size()} ranks but its experts are not sharded: call "
+            "accelerator.prepare(model, optimizer) with an FSDP2 plugin first, or patch_model(model, config, mesh=mesh)"
+        )
+
+
 def compile_planners(mesh: DeviceMesh, ranks_per_node: int) -> None:
     """Now rather than in the first step; one rank of each node first, the others load what it compiled. Collective."""
     first = dist.get_rank() % ranks_per_node == 0

@@ -49,7 +49,7 @@ class LaerArguments:
     max_rows_per_rank: int | None = field(default=None, metadata={"help": "Bounds the activations' memory."})
     prefetch: bool | None = field(default=None, metadata={"help": "Experts travel ahead of their layer."})
     peer_memory: bool | None = field(
-        default=None, metadata={"help": "Experts are read from peers' memory; none: where GPUs reach it."}
+        default=None, metadata={"help": "Tokens and experts by peers' memory; none: where GPUs reach it."}
     )
     check_collectives: bool | None = field(default=None, metadata={"help": "Compares ranks before each collective."})
     recompute: str | None = field(default=None, metadata={"help": "layer or experts."})

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -45,6 +46,21 @@ class Communicators:
     def everyone(self) -> Communicator:
         """Whom loads are told: those over which experts are sharded, by the way that tokens take if they go to all."""
         return self.tokens if self.tokens.size == self.weights.size else self.weights
+
+    def everyones(self, counts: torch.Tensor) -> np.ndarray:
+        """int64 ``[N, E]``: the loads of all ranks of the world, replica by replica. Collective.
+
+        Args:
+            counts: int64 ``[E]``, this rank's.
+        """
+        return self.replicas.all_gather(self.weights.all_gather(counts)).flatten(0, 1).cpu().numpy()
+
+    def of_group(self, loads: np.ndarray, size: int) -> np.ndarray:
+        """The rows of this rank's token group of ``size`` ranks, given those of all that shard the experts."""
+        if len(loads) == size:
+            return loads
+        start = self.weights.rank // size * size
+        return loads[start : start + size]
 
     @property
     def averaged_over(self) -> int:
