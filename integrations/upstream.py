@@ -7,9 +7,10 @@ the error names the versions.
 
 Beside these, one private method is replaced on the user's own model object, not in Transformers:
 ``_set_gradient_checkpointing``, in ``transformers/checkpointing.py``, which checks its parameters likewise.
-And two private parts of PyTorch are used: ``_all_gather_result`` of an FSDP2 unit, in ``accelerate/hook.py``, and the
-module ``torch.distributed._symmetric_memory`` (``empty``, ``rendezvous``, the handle's ``get_buffer`` and ``barrier``),
-in ``hf_laer/comm/arena.py``; ``peer_memory=False`` does without it.
+And three private parts of PyTorch are used: the constructor of ``DTensor`` with its ``_spec``, as FSDP2 uses them, in
+``hf_laer/shard/home.py``; ``_all_gather_result`` of an FSDP2 unit, in ``accelerate/hook.py``; and the module
+``torch.distributed._symmetric_memory`` (``empty``, ``rendezvous``, the handle's ``get_buffer`` and ``barrier``), in
+``hf_laer/comm/arena.py``, without which ``peer_memory=False`` does.
 """
 
 from __future__ import annotations

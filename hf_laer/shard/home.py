@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hf_laer.compute.segments import Part, add_parts
 
@@ -128,10 +129,7 @@ class Home:
         return torch.empty_like(local), parts, 0.0
 
     def _wrap(self, block: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.parameter, DTensor):
-            return block
-        # As FSDP2 makes its gradients: `from_local` takes 45 us of the host to work out what the parameter knows.
-        return DTensor(block, self.parameter._spec, requires_grad=False)
+        return _dtensor(block, self.parameter._spec) if isinstance(self.parameter, DTensor) else block
 
 
 def plain_home(parameter: nn.Parameter) -> Home:
@@ -151,5 +149,10 @@ def sharded_home(block: torch.Tensor, layout: Layout, dim: int, mesh: DeviceMesh
     """
     placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1) + (Shard(dim),)
     stride = torch.empty(layout.shape, device="meta").stride()
-    tensor = DTensor.from_local(block, mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=stride)
-    return Home(nn.Parameter(tensor, requires_grad=requires_grad), layout)
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(layout.shape), stride, block.dtype))
+    return Home(nn.Parameter(_dtensor(block, spec), requires_grad=requires_grad), layout)
+
+
+def _dtensor(block: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """As FSDP2 makes its own: ``from_local`` would move an offloaded block to the mesh's device, and takes 45 us."""
+    return DTensor(block, spec, requires_grad=False)

@@ -15,6 +15,7 @@ from hf_laer.integrations.transformers import get_engine
 from hf_laer.plan import Plan, llep
 from hf_laer.shard.ahead import Coming, Want
 from hf_laer.shard.exchange import beyond_own
+from hf_laer.shard.home import Layout, sharded_home
 from tests.engine import cases
 from tests.models import assert_close, full, repeatable, tiny_model
 from tests.reports.steered import Steered
@@ -185,3 +186,12 @@ def homes_of(**config: Any) -> list[tuple[str | None, int]]:
         (layer, home.parameter.placements[-1]) for layer in engine.layers.values() for home in layer.homes.values()
     ]
     return sorted({(layer.config.homes, placement.dim) for layer, placement in placed})
+
+
+def elsewhere() -> bool:
+    """Whether a block that is on another device than the mesh, as offloaded ones are, stays where it is."""
+    mesh, layout = cases.world_mesh(), Layout.sharded((4, 6), 0, dist.get_world_size())
+    block = torch.zeros(layout.block_shape(dist.get_rank()))
+    with mock.patch.object(type(mesh), "device_type", new_callable=mock.PropertyMock, return_value="cuda"):
+        home = sharded_home(block, layout, 0, mesh, True)
+    return home.local.data_ptr() == block.data_ptr() and home.parameter.shape == (4, 6)

@@ -59,3 +59,7 @@ def test_where_experts_are_put(ranks) -> None:
     assert settled[0] == settled[1]
     assert settled[0] in ([("whole", 0)], [("sharded", 1)])
     assert ranks(2).run(cases.homes_of, strategy="fsep+llep", group_size=1) == [[("sharded", 1)]] * 2
+
+
+def test_an_offloaded_home_stays_on_the_host(ranks) -> None:
+    assert ranks(2).run(cases.elsewhere) == [True, True]

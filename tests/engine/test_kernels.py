@@ -147,12 +147,12 @@ def check_compiled_once() -> None:
     """
     from triton.runtime.interpreter import InterpretedFunction
 
-    seen: dict[tuple[str, Any], set[Any]] = {}
+    seen: dict[tuple[str, Any, Any], set[Any]] = {}
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         named = dict(zip(kernel.arg_names, args, strict=False)) | options
-        # One for the experts' counts and one for the slots', whose keys lie differently.
-        found = seen.setdefault((kernel.__name__, named.get("PLACED")), set())
+        # One for the experts' counts and one for the slots', whose keys lie differently; one where rows have room.
+        found = seen.setdefault((kernel.__name__, named.get("PLACED"), named.get("STARTS")), set())
         found.add(tuple((name, _compiled_for(kernel, name, value)) for name, value in named.items()))
         run(kernel, *args, grid=grid, warmup=warmup, **options)
 
@@ -161,7 +161,7 @@ def check_compiled_once() -> None:
         for tokens, skew in ((30, 0.0), (31, 1.0), (30, 3.0), (43, 2.0)):
             check_exchange(tokens, 3, 60, 2, skew, "at home" if tokens == 43 else "llep")
         _check_chunks()
-    names = {name for name, _ in seen}
+    names = {name for name, *_ in seen}
     assert names >= {"_count_kernel", "_open_kernel", "_leave_kernel", "_rows_kernel", "_arrive_kernel"}
     assert names >= {"_gather_sum_kernel", "_forward_kernel", "_backward_kernel"}
     assert all(len(found) == 1 for found in seen.values()), {
