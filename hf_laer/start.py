@@ -111,7 +111,8 @@ def with_peers(
     if not _share_memory(tokens, config, ranks_per_node, device):
         return comms
     # Loads, rows for each rank, and what tuners say of the layouts of two layers.
-    return replace(comms, tokens=PeerCommunicator(tokens, experts + tokens.size + 4, device, seconds))
+    peers = PeerCommunicator(tokens, experts + tokens.size + 4, device, seconds)
+    return replace(comms, tokens=peers, peers=peers)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

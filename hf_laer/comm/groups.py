@@ -35,17 +35,19 @@ class Communicators:
         weights: The ranks over which experts are sharded; loads and weights travel here.
         replicas: The ranks that hold the same shards (HSDP), or a group of one.
         node: Those of ``weights`` on this rank's node, where there are several nodes and ranks with others on theirs.
+        peers: Those of ``weights``, where they share memory; then ``tokens`` is the same.
     """
 
     tokens: Communicator = field(default_factory=LocalCommunicator)
     weights: Communicator = field(default_factory=LocalCommunicator)
     replicas: Communicator = field(default_factory=LocalCommunicator)
     node: Communicator | None = None
+    peers: Communicator | None = None
 
     @property
     def everyone(self) -> Communicator:
-        """Whom loads are told: those over which experts are sharded, by the way that tokens take if they go to all."""
-        return self.tokens if self.tokens.size == self.weights.size else self.weights
+        """Those over which experts are sharded, for what they tell each other."""
+        return self.weights if self.peers is None else self.peers
 
     def everyones(self, counts: torch.Tensor) -> np.ndarray:
         """int64 ``[N, E]``: the loads of all ranks of the world, replica by replica. Collective.
