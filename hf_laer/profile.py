@@ -23,11 +23,10 @@ LARGEST_NUMBER = 2.0**62
 LONGEST = 4096
 # Host time of one layer, forward and backward, where it was not measured: on the host of two H200 (that of a layer that
 # is left to FSDP2 is an estimate: about 80 small operations of 10 to 20 us), and of two processes on two CPU cores.
-HOST_SECONDS = {"ep": 6.0e-3, "llep": 6.0e-3, "fsep": 9.0e-3, "fsep+llep": 9.4e-3, "fsdp": 6.8e-3, FSDP2: 1.8e-3}
+HOST_SECONDS = {"ep": 3.9e-3, "llep": 3.9e-3, "fsep": 7.5e-3, "fsep+llep": 6.8e-3, "fsdp": 5.1e-3, FSDP2: 1.8e-3}
 _CPU_HOST_SECONDS = {"ep": 7.3e-3, "llep": 7.6e-3, "fsep": 11e-3, "fsep+llep": 12e-3, "fsdp": 6.1e-3, FSDP2: 1.3e-3}
-# By so much spilling took longer on two H200 than was predicted without it: the median of 29 layers and routings with
-# 4,096 to 65,536 tokens per rank (docs/benchmarks.md).
-SPILL_SECONDS = 2.3e-3
+# By so much the smallest layer took longer where it spilled, on the same host: what `hf-laer tune` measures.
+SPILL_SECONDS = 1.5e-3
 # Bytes read and written per second in the memory of the GPUs that profiles are shipped for, four fifths of the data
 # sheet's; and on a CPU rank under gloo, where every figure is a rough one.
 _COPIES = {"h200": 3.8e12, "h100": 2.7e12, "a100": 1.6e12}
@@ -55,7 +54,8 @@ class Profile:
         inter_latency: Seconds, likewise.
         host_seconds: By strategy, the least time of one layer's forward and backward, which is the host's; under
             ``fsdp2`` that of a layer that is left to FSDP2.
-        spill_seconds: What spilling takes beyond its bytes, forward and backward of one layer: the host's part in it.
+        spill_seconds: What spilling takes beyond its bytes, or replicas of experts that have an owner, forward and
+            backward of one layer: the host's part in it.
         memory_bytes: A device's memory, or 0 where that is not known.
         assumed: Fields that were not measured.
         measured: Points behind the figures, ``(bytes or rows, seconds)`` by name; for the reader, not for predictions.

@@ -212,7 +212,8 @@ def _times(
     compute, exchange, trip, known, packed = most
     trips, machine = _trips(cost, home), cost.topology
     # What no one foresaw delays the forward; backward knows the plan and has compute to hide weights under.
-    sudden = trip if home in ("whole", "shadowed") else 0.0
+    owned = home in ("whole", "shadowed")
+    sudden = trip if owned else 0.0
     if foreseen:
         sudden = max(0.0, trip - known)
     busy = cost.computes * compute
@@ -223,7 +224,7 @@ def _times(
     # What is sent is packed, and what arrives is unpacked, on the busiest rank; no product hides it.
     packing = packed * 2.0 / machine.copy_bandwidth if machine.copy_bandwidth > 0 else 0.0
     exposed = weights - hidden + moving + trips * packing
-    if sudden > 0:
+    if sudden > 0 or (owned and trip > 0):
         exposed += machine.spill_seconds * trips / 3
     return _Times(busy, cost.exchanges * exchange, exposed, hidden)
 

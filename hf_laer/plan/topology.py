@@ -38,8 +38,8 @@ class Topology:
         gemm_efficiency: The fraction of ``flops`` reached at each, in (0, 1].
         copy_bandwidth: Bytes/s read and written where one rank moves values about in its memory; 0 leaves the time of
             that out of predictions.
-        spill_seconds: What a layer's forward and backward take longer where weights travel that nobody foresaw, however
-            few: the host's part in it. 0 leaves it out.
+        spill_seconds: What a layer's forward and backward take longer where weights travel that nobody foresaw, or any
+            while experts have an owner, however few: the host's part in it. 0 leaves it out.
 
     Raises:
         ValueError: A figure is not positive, or the curve is not one.

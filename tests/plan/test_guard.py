@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_laer.plan import (
+    EMPTY,
     CostModel,
     chunk_owners,
     ep,
@@ -16,10 +17,12 @@ from hf_laer.plan import (
     fsep_llep,
     fsep_placement,
     llep,
+    llep_ahead,
     no_worse_than_ep,
     predict,
     prophet,
     prophet_placement,
+    replica_placement,
     topology,
 )
 
@@ -84,6 +87,11 @@ def test_the_hosts_part_of_spilling_counts_once_however_little_is_spilled():
     assert longer(spilling, "whole", training=False) == pytest.approx(0.001)
     assert longer(ep(loads, owners), "whole") == 0
     assert longer(fsep(loads, placement), "sharded", placement) == 0
+    # Replicas of experts that have an owner are packed and sent for like spilled ones, though they were foreseen.
+    replicas = replica_placement(loads.sum(0), owners, 8, 5)
+    known = llep_ahead(loads, owners, replicas)
+    assert (known.placement.slots != EMPTY).sum() > 32
+    assert longer(known, "whole", replicas) == pytest.approx(0.003)
     gain = seconds(ep(loads, owners), free, "whole") - seconds(spilling, free, "whole")
     for worth, kept in ((0.9, True), (1.1, False)):
         cost = CostModel(replace(free, spill_seconds=worth * gain), 2880, 2880, 4)
