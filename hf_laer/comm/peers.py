@@ -22,8 +22,6 @@ from hf_laer.compute.routing import Leaving
 
 # Where one rank got more tokens than ever, it may get more still.
 _GROWTH = 1.25
-# More ranks than one launch has numbers for.
-MOST_RANKS = 8
 
 
 class PeerCommunicator:
@@ -76,7 +74,8 @@ class PeerCommunicator:
         self._settle()
         if self._arena is not None:
             self._arena.join()
-        self._arena = None
+        # The old memory goes before there is new.
+        self._arena, self._out, self._mine = None, (), ()
         nbytes = 2 * self.size * (aligned(self._told_bytes) + room.nbytes)
         # It waits for the device on every rank: nobody writes to the old places any more.
         self._arena = make_arena(self.inner, nbytes, self._device, self._seconds)

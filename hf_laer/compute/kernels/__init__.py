@@ -6,6 +6,9 @@ import importlib.util
 
 import torch
 
+# Ranks whose memory one launch can write to, each by numbers of its own.
+MOST_RANKS = 8
+
 
 def usable(tensor: torch.Tensor) -> bool:
     """Whether Triton kernels run on the tensor's device."""
