@@ -63,6 +63,14 @@ def test_memory_that_one_rank_cannot_share(ranks) -> None:
         assert found["made"] == 1
 
 
+def test_memory_is_refused_between_forward_and_backward(ranks) -> None:
+    assert ranks(2).run(cases_peer_tokens.no_more_room) == [[True, True, False, False, False]] * 2
+
+
+def test_inference_mode_comes_first(ranks) -> None:
+    ranks(2).run(cases_peer_tokens.after_inference)
+
+
 @pytest.mark.parametrize(
     ("strategy", "config", "shared"),
     [
