@@ -27,7 +27,6 @@ from tests.engine import cases, cases_waits
 from tests.engine.cases_peers import _Refused
 from tests.models import assert_close, tiny_model
 
-
 _mapped, _next = arena._mapped, PeerCommunicator._next
 
 
