@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_laer.comm.arena import Arena, make_arena
 from hf_laer.comm.base import Communicator
 from hf_laer.comm.groups import Communicators, device_memory, device_name
-from hf_laer.comm.peers import MOST_RANKS, PeerCommunicator
+from hf_laer.comm.peers import PeerCommunicator
 from hf_laer.comm.process_group import ProcessGroupCommunicator
+from hf_laer.compute.kernels import MOST_RANKS
 from hf_laer.config import LaerConfig
 from hf_laer.plan import compile_kernels
 from hf_laer.shard.home import Home, Layout, sharded_home

@@ -65,13 +65,13 @@ class Picked(NamedTuple):
         """
         if self.ends is None:
             return self.rows
-        total, kind = sum(send), {"dtype": torch.int64, "device": self.rows.device}
-        sizes, stops = torch.tensor(send, **kind), self.ends[: len(send), -1].long()
+        total, device = sum(send), self.rows.device
+        sizes, stops = torch.tensor(send, device=device), self.ends[: len(send), -1].long()
         starts = stops.roll(1)
         starts[0] = 0
         # From a row's place among as many as there may be to its place among those that there are.
         shift = (starts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes, output_size=total)
-        return self.rows[(torch.arange(total, **kind) + shift).minimum((stops[-1:] - 1).clamp(min=0))]
+        return self.rows[(torch.arange(total, device=device) + shift).minimum((stops[-1:] - 1).clamp(min=0))]
 
 
 class Sums(NamedTuple):

@@ -22,8 +22,6 @@ from hf_laer.compute.routing import Leaving
 
 # Where one rank got more tokens than ever, it may get more still.
 _GROWTH = 1.25
-# More ranks than one launch has numbers for.
-MOST_RANKS = 8
 
 
 class PeerCommunicator:

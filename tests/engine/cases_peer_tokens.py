@@ -27,7 +27,7 @@ from tests.engine import cases, cases_waits
 from tests.engine.cases_peers import _Refused
 from tests.models import assert_close, tiny_model
 
-_mapped, _next = arena._mapped, PeerCommunicator._next
+_mapped, _next, _from_file = arena._mapped, PeerCommunicator._next, torch.from_file
 
 
 def _mapped_full_of_nan(path: str, nbytes: int) -> torch.Tensor:
@@ -87,10 +87,17 @@ def routed(strategy: str, routings: str, **config: Any) -> dict[str, int]:
     return dict(counted(lambda: cases_waits.waits(strategy, routings, peer_memory=True, **config)))
 
 
-def refused() -> dict[str, int]:
-    """Where one rank cannot share its memory tokens are sent, and nobody asks again."""
-    with patch.object(arena, "SharedArena", _Refused), patch.object(arena.logger, "warning"):
+def refused(allocated: bool) -> dict[str, int]:
+    """Where one rank cannot share its memory, or has none to spare, tokens are sent, and nobody asks again."""
+    way = patch.object(arena, "SharedArena", _Refused) if allocated else patch.object(arena.torch, "from_file", _full)
+    with way, patch.object(arena.logger, "warning"):
         return routed("ep", "sshs")
+
+
+def _full(path: str, **kw: Any) -> torch.Tensor:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("no memory")
+    return _from_file(path, **kw)
 
 
 def exchanges(steps: int) -> None:

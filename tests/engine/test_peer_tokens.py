@@ -57,8 +57,9 @@ def test_room_grows_with_the_tokens(ranks) -> None:
     assert others == [first]
 
 
-def test_memory_that_one_rank_cannot_share(ranks) -> None:
-    for found in ranks(2).run(cases_peer_tokens.refused):
+@pytest.mark.parametrize("allocated", [True, False])
+def test_memory_that_one_rank_cannot_share(ranks, allocated: bool) -> None:
+    for found in ranks(2).run(cases_peer_tokens.refused, allocated=allocated):
         assert "put" not in found
         assert found["made"] == 1
 

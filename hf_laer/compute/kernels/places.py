@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-# Ranks that a launch has numbers for.
-MOST_RANKS = 8
+from hf_laer.compute.kernels import MOST_RANKS
+
 BASES, _ENDS = ([f"{letter}{at}" for at in range(MOST_RANKS)] for letter in "be")
 NUMBERS = [*BASES, *_ENDS]
 

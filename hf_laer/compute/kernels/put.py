@@ -1,4 +1,4 @@
-"""Rows written where other ranks read them; the references are in :mod:`hf_laer.comm.peers`.
+"""Rows written where other ranks read them; the references are in :mod:`hf_laer.comm.places`.
 
 Letters in shapes: A assignments, B blocks of assignments, E experts, N ranks, R rows, T tokens, K top-k, H columns.
 """
@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_laer.compute.kernels import MOST_RANKS
 from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
-from hf_laer.compute.kernels.places import BASES, MOST_RANKS, NUMBERS, eight, one_of, rank_of, start_of, store_row
+from hf_laer.compute.kernels.places import BASES, NUMBERS, eight, one_of, rank_of, start_of, store_row
 
 _BLOCK, _FLAT = 1024, 2048
 _TOLD = [f"t{at}" for at in range(MOST_RANKS)]
