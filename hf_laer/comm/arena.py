@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 _PART = 16
 # An arena's streams: what is written into it, and what is read out of others'.
 LAYING, PULLING = range(2)
+_Made = TypeVar("_Made")
 
 
 class Arena(Protocol):
@@ -70,20 +72,25 @@ class SymmetricArena:
 
     Args:
         group: The ranks.
-        nbytes: Of each rank's block, the same on all.
-        device: This rank's.
+        own: This rank's block, from :meth:`block`.
         seconds: A rank that does not come to a meeting for so long ends the others' programs.
     """
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, seconds: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: torch.Tensor, seconds: float) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        self.nbytes = nbytes
-        self._memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(self._memory, group)
-        self._blocks = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
-        self._streams = [torch.cuda.Stream(device) for _ in (LAYING, PULLING)]
+        self.nbytes, self._memory = own.numel(), own
+        self._handle = symmetric.rendezvous(own, group)
+        self._blocks = [self._handle.get_buffer(rank, (self.nbytes,), torch.uint8) for rank in range(group.size())]
+        self._streams = [torch.cuda.Stream(own.device) for _ in (LAYING, PULLING)]
         self._limit = min(int(seconds * 1e3), 2**31 - 1)
+
+    @staticmethod
+    def block(nbytes: int, device: torch.device) -> torch.Tensor:
+        """uint8 ``[nbytes]`` that other ranks can reach; no word with these."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
 
     def of(self, rank: int) -> torch.Tensor:
         """See :class:`Arena`."""
@@ -116,24 +123,37 @@ class SymmetricArena:
             torch.cuda.current_stream().wait_stream(stream)
 
 
+class _File(NamedTuple):
+    """A block in a file of its own, in a folder of its own."""
+
+    folder: tempfile.TemporaryDirectory[str]
+    path: str
+    memory: torch.Tensor
+
+
 class SharedArena:
     """An :class:`Arena` of processes on one host's CPUs; everything is done when it is asked for.
 
     Args:
         comm: The ranks.
-        nbytes: Of each rank's block, the same on all.
+        own: This rank's block, from :meth:`block`.
     """
 
-    def __init__(self, comm: ProcessGroupCommunicator, nbytes: int) -> None:
-        self.nbytes, self._comm = nbytes, comm
-        with tempfile.TemporaryDirectory() as folder:
+    def __init__(self, comm: ProcessGroupCommunicator, own: _File) -> None:
+        self.nbytes, self._comm = own.memory.numel(), comm
+        with own.folder:
             told: list[list[str]] = [[] for _ in range(comm.size)]
-            mine = [str(Path(folder) / "arena")]
-            own = _mapped(mine[0], nbytes)
-            dist.all_gather_object(told, mine, group=comm.group)
-            self._blocks = [own if path == mine[0] else _mapped(path, nbytes) for (path,) in told]
+            dist.all_gather_object(told, [own.path], group=comm.group)
+            self._blocks = [own.memory if path == own.path else _mapped(path, self.nbytes) for (path,) in told]
             # Nobody's file goes before all have mapped it.
             self.meet()
+
+    @staticmethod
+    def block(nbytes: int) -> _File:
+        """A file that other ranks can map; no word with these."""
+        folder = tempfile.TemporaryDirectory()
+        path = str(Path(folder.name) / "arena")
+        return _File(folder, path, _mapped(path, nbytes))
 
     def of(self, rank: int) -> torch.Tensor:
         """See :class:`Arena`."""
@@ -181,21 +201,39 @@ def make_arena(comm: Communicator, nbytes: int, device: torch.device, seconds: f
     nbytes, refused = comm.to_host(comm.all_gather(told)).amax(0).tolist()
     if nbytes == 0 or refused == 0:
         return None
-    made = _made(comm, nbytes, device, seconds)
-    # Where it failed on one rank nobody has any.
-    able = torch.tensor([made is not None], dtype=torch.int64, device=device)
-    return made if comm.to_host(comm.all_gather(able)).all() else None
+    # One that has no memory to spare does not come to where the others' is mapped; where any fails nobody has any.
+    own = _tried(partial(_block, nbytes, device))
+    if not _all(comm, own is not None, device):
+        if isinstance(own, _File):
+            own.folder.cleanup()
+        return None
+    made = _tried(partial(_joined, comm, own, seconds))
+    return made if _all(comm, made is not None, device) else None
 
 
-def _made(comm: ProcessGroupCommunicator, nbytes: int, device: torch.device, seconds: float) -> Arena | None:
+def _block(nbytes: int, device: torch.device) -> _File | torch.Tensor:
+    return SharedArena.block(nbytes) if device.type == "cpu" else SymmetricArena.block(nbytes, device)
+
+
+def _joined(comm: ProcessGroupCommunicator, own: _File | torch.Tensor | None, seconds: float) -> Arena:
+    assert own is not None
+    return SharedArena(comm, own) if isinstance(own, _File) else SymmetricArena(comm.group, own, seconds)
+
+
+def _all(comm: Communicator, able: bool, device: torch.device) -> bool:
+    """Whether all ranks are. Collective."""
+    told = torch.tensor([able], dtype=torch.int64, device=device)
+    return bool(comm.to_host(comm.all_gather(told)).all())
+
+
+def _tried(make: Callable[[], _Made]) -> _Made | None:
+    """What it makes, or ``None`` and a warning where it cannot."""
     try:
-        if device.type == "cpu":
-            return SharedArena(comm, nbytes)
-        return SymmetricArena(comm.group, nbytes, device, seconds)
+        return make()
     except (RuntimeError, OSError) as error:
         logger.warning(
-            "ranks of this host cannot read each other's memory, so that experts travel in messages (peer_memory=False "
-            "does not try): %s",
+            "ranks of this host cannot read each other's memory, so that tokens or experts travel in messages "
+            "(peer_memory=False does not try): %s",
             error,
         )
         return None

@@ -57,6 +57,22 @@ class Picked(NamedTuple):
     rows: torch.Tensor
     ends: torch.Tensor | None = None
 
+    def laid(self, send: Sequence[int]) -> torch.Tensor:
+        """int64 ``[sum(send)]``: the rows as messages carry them.
+
+        Args:
+            send: Rows to each rank, or the most that there are; what is sent beyond those that leave is one of them.
+        """
+        if self.ends is None:
+            return self.rows
+        total, device = sum(send), self.rows.device
+        sizes, stops = torch.tensor(send, device=device), self.ends[: len(send), -1].long()
+        starts = stops.roll(1)
+        starts[0] = 0
+        # From a row's place among as many as there may be to its place among those that there are.
+        shift = (starts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes, output_size=total)
+        return self.rows[(torch.arange(total, device=device) + shift).minimum((stops[-1:] - 1).clamp(min=0))]
+
 
 class Sums(NamedTuple):
     """Arguments of :func:`hf_laer.compute.rows.gather_sum`."""

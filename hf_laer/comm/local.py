@@ -48,7 +48,7 @@ class LocalCommunicator:
         self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Arrived:
         """The tensor itself, or some of its rows, arrived."""
-        return Arrived(tensor if picked is None else tensor.index_select(0, picked.rows))
+        return Arrived(tensor if picked is None else tensor.index_select(0, picked.laid(send)))
 
     def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Arrived:
         """As :meth:`start_all_to_all`, once they are formed."""

@@ -82,6 +82,9 @@ class PeerCommunicator:
         self._refused, self._room = self._arena is None, room
         if self._arena is not None:
             self.use(self._arena)
+        else:
+            # They would keep the old memory.
+            self._out, self._mine = (), ()
 
     def use(self, arena: Arena) -> None:
         """Lays out the places of all ranks."""

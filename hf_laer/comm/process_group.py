@@ -84,7 +84,7 @@ class ProcessGroupCommunicator:
         self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> PendingWork:
         """As :meth:`all_to_all`, returning at once; of rows that are picked, if they are."""
-        tensor = tensor.contiguous() if picked is None else tensor.index_select(0, picked.rows)
+        tensor = tensor.contiguous() if picked is None else tensor.index_select(0, picked.laid(send))
         received = tensor.new_empty(sum(receive), *tensor.shape[1:])
         start = partial(
             dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True

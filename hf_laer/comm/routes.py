@@ -182,7 +182,7 @@ def _at_once(sending: Sending, comm: Communicator) -> Routes:
     There is room for as many as there may be, one for each token and for each choice; the last ones may mean nothing.
     """
     send_rows = np.minimum(sending.own.sent, len(sending.top_k_index))
-    receive_rows = np.minimum(sending.own.received, sending.tokens)
+    receive_rows = most_rows(sending.tokens, sending.own)
     starts = np.stack([send_rows.cumsum() - send_rows, receive_rows.cumsum() - receive_rows])
     told = sending.split, sending.before(comm.rank), sending.own, sending.arrangement
     shares, rows = shares_and_rows(*told, sending.top_k_index.device, starts)
@@ -203,7 +203,7 @@ def _agreed(sending: Sending, comm: Communicator) -> Routes:
     departure = _departed(sending, leaving, rows, comm, None)
     received = departure.pending.wait()
     both_ways = rows_both_ways(leaving.message, received, rows.edges)
-    served = _serve(departure, received, most_rows(sending.tokens, sending.own))
+    served = _serve(departure, received, int(most_rows(sending.tokens, sending.own).sum()))
     # The host waits once, for how many rows there are; assignments are known from the plan.
     send_rows, receive_rows = comm.to_host(both_ways).tolist()
     served = served._replace(row_places=served.row_places[: sum(receive_rows)])
@@ -252,11 +252,11 @@ def _serve(departure: _Departure, received: torch.Tensor, rows: int) -> Served:
     return Served(arrived.source_row, arrived.arrival, arrived.row_places, arrived.gates, groups)
 
 
-def most_rows(tokens: np.ndarray, own: OwnPart) -> int:
-    """At most this many rows arrive: one per choice, and from each rank one per token.
+def most_rows(tokens: np.ndarray, own: OwnPart) -> np.ndarray:
+    """int64 ``[N]``: at most this many rows arrive from each rank, one per choice and one per token.
 
     Args:
         tokens: int64 ``[N]``, tokens of each rank.
         own: This rank's part of the plan.
     """
-    return int(np.minimum(own.received, tokens).sum())
+    return np.minimum(own.received, tokens)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,11 +25,27 @@ from hf_laer.integrations.transformers import get_engine
 from hf_laer.plan import chunk_owners
 from tests.engine import cases, cases_waits
 from tests.engine.cases_peers import _Refused
-from tests.models import tiny_model
+from tests.models import assert_close, tiny_model
+
+_mapped, _next, _from_file = arena._mapped, PeerCommunicator._next, torch.from_file
+
+
+def _mapped_full_of_nan(path: str, nbytes: int) -> torch.Tensor:
+    is_new = not Path(path).exists()
+    found = _mapped(path, nbytes)
+    return found.fill_(255) if is_new else found
+
+
+def _next_after_nan(comm: PeerCommunicator) -> int:
+    """What came before has been taken out of its places, and nobody writes there until all have met once more."""
+    turn, memory = _next(comm), comm._arena
+    assert memory is not None
+    memory.of(comm.rank).view(2, -1)[1 - turn].fill_(255)
+    return turn
 
 
 def counted(call: Callable[[], Any]) -> Counter[str]:
-    """What of these a call does."""
+    """What of these a call does, where all memory that says nothing yet, or nothing any more, is full of NaN."""
     found: Counter[str] = Counter()
     ways = {
         "put": (Places, "put"),
@@ -45,6 +63,8 @@ def counted(call: Callable[[], Any]) -> Counter[str]:
         return counted_call
 
     with ExitStack() as stack:
+        stack.enter_context(patch.object(arena, "_mapped", _mapped_full_of_nan))
+        stack.enter_context(patch.object(PeerCommunicator, "_next", _next_after_nan))
         for what, (owner, name) in ways.items():
             stack.enter_context(patch.object(owner, name, counting(what, getattr(owner, name))))
         call()
@@ -67,10 +87,17 @@ def routed(strategy: str, routings: str, **config: Any) -> dict[str, int]:
     return dict(counted(lambda: cases_waits.waits(strategy, routings, peer_memory=True, **config)))
 
 
-def refused() -> dict[str, int]:
-    """Where one rank cannot share its memory tokens are sent, and nobody asks again."""
-    with patch.object(arena, "SharedArena", _Refused), patch.object(arena.logger, "warning"):
+def refused(allocated: bool) -> dict[str, int]:
+    """Where one rank cannot share its memory, or has none to spare, tokens are sent, and nobody asks again."""
+    way = patch.object(arena, "SharedArena", _Refused) if allocated else patch.object(arena.torch, "from_file", _full)
+    with way, patch.object(arena.logger, "warning"):
         return routed("ep", "sshs")
+
+
+def _full(path: str, **kw: Any) -> torch.Tensor:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise RuntimeError("no memory")
+    return _from_file(path, **kw)
 
 
 def exchanges(steps: int) -> None:
@@ -164,3 +191,39 @@ def with_engine(strategy: str, **config: Any) -> bool:
     engine = get_engine(model)
     assert engine is not None
     return isinstance(engine.comms.tokens, PeerCommunicator)
+
+
+def no_more_room() -> list[bool]:
+    """Memory is refused when a larger evaluation asks for more, between a forward and its backward.
+
+    Whether it was there before, and is afterwards.
+    """
+    rank, family = dist.get_rank(), "qwen3_moe"
+    model, found = cases.patched(tiny_model(family), strategy="llep", peer_memory=True), []
+    engine = get_engine(model)
+    assert engine is not None
+    comm = engine.comms.tokens
+    # The second step's tokens meet places that are there, whatever is spilled.
+    for step in range(2):
+        want = cases.expected(family, step)
+        model.zero_grad()
+        loss = cases.loss_of(model, cases.batch_of(rank, step))
+        found.append(comm.can_start)
+        if step == 1:
+            blocks = [weakref.ref(block) for block in comm._arena._blocks]  # type: ignore[attr-defined]
+            with torch.no_grad(), patch.object(peers, "make_arena", return_value=None):
+                model(input_ids=torch.cat([cases.batch_of(rank, step)] * 3))
+            found += [comm.can_start, comm.nbytes > 0, any(block() is not None for block in blocks)]
+        loss.backward()
+        cases.compare_gradients(model, want.gradients)
+    return found
+
+
+def after_inference() -> None:
+    """Memory that an evaluation in inference mode asked for is written to in training."""
+    rank, family = dist.get_rank(), "mixtral"
+    model, want = cases.patched(tiny_model(family), strategy="ep", peer_memory=True), cases.expected(family)
+    with torch.inference_mode():
+        assert_close(model(input_ids=cases.batch_of(rank)).logits, want.logits, "evaluation")
+    cases.loss_of(model, cases.batch_of(rank)).backward()
+    cases.compare_gradients(model, want.gradients)

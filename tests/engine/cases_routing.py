@@ -78,7 +78,7 @@ def check_exchange(
         rows = rows_both_ways(sent, received, edges[rank])
         here = [one.to(device) for one in (sent, received, edges[rank], places_of[rank])]
         assert torch.equal(kernels.rows_both_ways(*here[:3]).cpu(), rows)
-        arriving, bound = int(rows[1].sum()), most_rows(loads.sum(1) // top_k, own[rank])
+        arriving, bound = int(rows[1].sum()), int(most_rows(loads.sum(1) // top_k, own[rank]).sum())
         assert arriving <= bound <= len(received)
         if len(received):
             want = arrive(received, edges[rank][1], bound, top_k, places_of[rank])

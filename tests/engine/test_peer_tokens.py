@@ -57,10 +57,19 @@ def test_room_grows_with_the_tokens(ranks) -> None:
     assert others == [first]
 
 
-def test_memory_that_one_rank_cannot_share(ranks) -> None:
-    for found in ranks(2).run(cases_peer_tokens.refused):
+@pytest.mark.parametrize("allocated", [True, False])
+def test_memory_that_one_rank_cannot_share(ranks, allocated: bool) -> None:
+    for found in ranks(2).run(cases_peer_tokens.refused, allocated=allocated):
         assert "put" not in found
         assert found["made"] == 1
+
+
+def test_memory_is_refused_between_forward_and_backward(ranks) -> None:
+    assert ranks(2).run(cases_peer_tokens.no_more_room) == [[True, True, False, False, False]] * 2
+
+
+def test_inference_mode_comes_first(ranks) -> None:
+    ranks(2).run(cases_peer_tokens.after_inference)
 
 
 @pytest.mark.parametrize(

@@ -15,4 +15,6 @@ def usable(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and _HAS_TRITON
 
 
+# Ranks whose places a launch that writes into other ranks' memory has numbers for.
+MOST_RANKS = 8
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""Rows written where other ranks read them; the references are in :mod:`hf_laer.comm.peers`.
+"""Rows written where other ranks read them; the references are in :mod:`hf_laer.comm.places`.
 
 Letters in shapes: A assignments, B blocks of assignments, E experts, N ranks, R rows, T tokens, K top-k, H columns.
 """
