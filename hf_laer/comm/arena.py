@@ -90,7 +90,12 @@ class SymmetricArena:
         """uint8 ``[nbytes]`` that other ranks can reach; no word with these."""
         import torch.distributed._symmetric_memory as symmetric
 
-        return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        try:
+            return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            # PyTorch's allocator keeps what is free.
+            torch.cuda.empty_cache()
+            return symmetric.empty(nbytes, dtype=torch.uint8, device=device)
 
     def of(self, rank: int) -> torch.Tensor:
         """See :class:`Arena`."""
