@@ -33,16 +33,34 @@ def _aligned(value, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _at(address, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Consecutive elements behind an address; what Triton 3.6 knows by the number others must be told of each block."""
+    found = _aligned(address, ALIGNED).to(tl.pointer_type(DTYPE)) + offset
+    if ALIGNED:
+        found = tl.max_contiguous(tl.multiple_of(found, 16), BLOCK)
+    return found
+
+
+@triton.jit
+def _inside(at, size, ALIGNED: tl.constexpr):
+    """Which elements are within a size; where it is aligned, so many neighbours alike."""
+    inside = at < size
+    if ALIGNED:
+        inside = tl.max_constancy(inside, 16)
+    return inside
+
+
+@triton.jit
 def _copy_kernel(
     table, TARGET: tl.constexpr, SOURCE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
     row = table + tl.program_id(0).to(tl.int64) * 3
-    size = _aligned(tl.load(row), ALIGNED)
-    target = _aligned(tl.load(row + 1), ALIGNED).to(tl.pointer_type(TARGET))
-    source = _aligned(tl.load(row + 2), ALIGNED).to(tl.pointer_type(SOURCE))
+    size, target, source = _aligned(tl.load(row), ALIGNED), tl.load(row + 1), tl.load(row + 2)
     for step in range(STEPS):
         at = (tl.program_id(1) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(source + at, mask=at < size).to(TARGET), mask=at < size)
+        inside = _inside(at, size, ALIGNED)
+        value = tl.load(_at(source, at, SOURCE, ALIGNED, BLOCK), mask=inside)
+        tl.store(_at(target, at, TARGET, ALIGNED, BLOCK), value.to(TARGET), mask=inside)
 
 
 @triton.jit(do_not_specialize=["columns", "most_own"])  # which change from step to step
@@ -52,22 +70,22 @@ def _sum_kernel(
 ):  # fmt: skip
     row = table + tl.program_id(0).to(tl.int64) * columns
     size = _aligned(tl.load(row), ALIGNED)
-    own, other = tl.load(row + 1), tl.load(row + 2)
-    into = _aligned(tl.load(row + 3), ALIGNED).to(tl.pointer_type(INTO))
+    own, other, into = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     for step in range(STEPS):
         at = (tl.program_id(1) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < size
+        inside = _inside(at, size, ALIGNED)
         total = tl.zeros([BLOCK], tl.float32)
         for k in range(own):
-            source = _aligned(tl.load(row + 4 + k), ALIGNED).to(tl.pointer_type(OWN))
-            total += tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+            source = _at(tl.load(row + 4 + k), at, OWN, ALIGNED, BLOCK)
+            total += tl.load(source, mask=inside, other=0.0).to(tl.float32)
         for k in range(other):
-            source = _aligned(tl.load(row + 4 + most_own + k), ALIGNED).to(tl.pointer_type(OTHER))
-            total += tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+            source = _at(tl.load(row + 4 + most_own + k), at, OTHER, ALIGNED, BLOCK)
+            total += tl.load(source, mask=inside, other=0.0).to(tl.float32)
         total *= scale
+        target = _at(into, at, INTO, ALIGNED, BLOCK)
         if READS:
-            total += before * tl.load(into + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(into + at, total.to(INTO), mask=inside)
+            total += before * tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, total.to(INTO), mask=inside)
 
 
 def copy_all(targets: Sequence[Blocks], sources: Sequence[Blocks]) -> None:
