@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_laer.comm.base import Communicator, Gone, Pending, Picked, Sums
+from hf_laer.comm.messages import Message
 from hf_laer.compute.routing import Leaving
-from hf_laer.compute.rows import gather_sum
 
 
 class Mark:
@@ -31,7 +31,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _Timed(Message):
     pending: Pending
     marks: list[tuple[Mark, Mark]]
     is_cuda: bool
@@ -41,10 +41,6 @@ class _Timed:
         arrived = self.pending.wait()
         self.marks.append((begin, Mark(self.is_cuda)))
         return arrived
-
-    def summed(self, table: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-        """Sums of its rows."""
-        return gather_sum(self.wait(), table, dtype, scale=scale)
 
 
 class Stopwatch:

@@ -12,16 +12,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_laer.comm.base import Communicator, Pending, Picked, Sums
+from hf_laer.comm.base import Communicator, Pending, Picked
+from hf_laer.comm.messages import ByMessages
 from hf_laer.comm.watch import CollectiveError, Watch, Where
-
-if TYPE_CHECKING:
-    from hf_laer.compute.routing import Leaving
 
 _SHORTEST, _LONGEST = 0.0005, 0.05
 
@@ -210,7 +208,7 @@ def _mismatch(found: dict[int, Announcement]) -> str:
     return ""
 
 
-class CheckedCommunicator:
+class CheckedCommunicator(ByMessages):
     """A communicator whose every collective is announced first.
 
     Args:
@@ -239,27 +237,6 @@ class CheckedCommunicator:
         """As the real one's."""
         self._check("all-to-all", self._purpose, self._ranks, _like(tensor, tensor.shape[1:]), send, receive)
         return self._comm.start_all_to_all(tensor, send, receive, picked)
-
-    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        """As :meth:`start_all_to_all`, once they are formed."""
-        return self.start_all_to_all(sums.formed(), send, receive)
-
-    @property
-    def nbytes(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def can_start(self) -> bool:
-        """Never."""
-        return False
-
-    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
-        """As the real one's."""
-        self._comm.reserve(tokens, top_k, row_bytes)
-
-    def start(self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None) -> None:
-        """Nothing sets out before it has been compared."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """As the real one's."""

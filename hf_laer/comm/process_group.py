@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from hf_laer.comm.base import Picked
+from hf_laer.comm.messages import ByMessages, Message
 from hf_laer.comm.watch import Watch, Where
-from hf_laer.compute.rows import gather_sum
-
-if TYPE_CHECKING:
-    from hf_laer.comm.base import Picked, Sums
-    from hf_laer.compute.routing import Leaving
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(slots=True)
-class PendingWork:
+class PendingWork(Message):
     """A collective under way and the buffers that it reads and writes, which it lets go of once it is waited for."""
 
     work: dist.Work
@@ -44,12 +40,8 @@ class PendingWork:
         del self.work  # it holds the buffers too
         return received
 
-    def summed(self, table: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-        """Sums of its rows."""
-        return gather_sum(self.wait(), table, dtype, scale=scale)
 
-
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(ByMessages):
     """The :class:`~hf_laer.comm.base.Communicator` of a process group.
 
     Args:
@@ -90,26 +82,6 @@ class ProcessGroupCommunicator:
             dist.all_to_all_single, received, tensor, list(receive), list(send), group=self.group, async_op=True
         )
         return self._start(self._all_to_all, start, received, tensor)
-
-    def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> PendingWork:
-        """As :meth:`start_all_to_all`, once they are formed."""
-        return self.start_all_to_all(sums.formed(), send, receive)
-
-    @property
-    def nbytes(self) -> int:
-        """None."""
-        return 0
-
-    @property
-    def can_start(self) -> bool:
-        """Never."""
-        return False
-
-    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
-        """Nothing: messages need no room."""
-
-    def start(self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None) -> None:
-        """Messages need to know how long they are."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums in place over the ranks."""

@@ -31,6 +31,15 @@ def test_groups_and_checks(ranks) -> None:
     assert found == [[1, 1, 2, 2]] * 4
 
 
+@pytest.mark.parametrize("strategy", ["ep", "llep", "fsep"])
+def test_once_whatever_the_plan_where_memory_is_shared(ranks, strategy: str) -> None:
+    """Three times more where room is made: for who is willing, who has memory, and who has mapped it."""
+    settings = {"strategy": strategy, "peer_memory": True}
+    for found in ranks(2).run(cases_waits.waits, routings="hhs1hshh", **settings):
+        assert set(found) == {1, 4}
+        assert found.count(4) < 4
+
+
 def test_laid_out_anew_waits_twice(ranks) -> None:
     """Where rows go depends on a layout that no rank knows before the loads."""
     found = ranks(2).run(cases_waits.waits, strategy="fsep", routings="sh")
