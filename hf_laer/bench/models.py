@@ -8,9 +8,11 @@ from typing import Any
 from hf_laer.config import AUTO, FIXED_HOMES, FSDP2, HOMES, STRATEGIES, UNION
 
 NATIVE = "native_ep"
+# What all others share: the step without its experts, whose parameters are stepped all the same.
+REST = "no_experts"
 # Strategies, and the one that has a choice with each place where experts may live.
 OURS = (*STRATEGIES, *(f"{UNION}:{homes}" for homes in HOMES))
-CONTENDERS = (*OURS, AUTO, FSDP2, NATIVE)
+CONTENDERS = (*OURS, AUTO, FSDP2, NATIVE, REST)
 _QWEN3: dict[str, Any] = {
     "family": "qwen3_moe",
     "vocab_size": 151936,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from hf_laer.bench.models import CONTENDERS, MODELS, NATIVE, Job
+from hf_laer.bench.models import CONTENDERS, MODELS, NATIVE, REST, Job
 from hf_laer.bench.routing import KNOWN
 from hf_laer.cli.ranks import joined, write_figures
 
@@ -90,16 +90,19 @@ def _table(job: Job, rows: list[Trained], device: torch.device) -> Table:
         f"{job.model}, {job.layers} layers, {job.rows} x {job.length} tokens per rank, "
         f"{'checkpointed, ' if job.checkpointing else ''}{dist.get_world_size()} x {where}, torch {torch.__version__}"
     )
-    table = Table(title=title, caption="of ceiling: the same contender's balanced step over this one")
-    for head in ("routing", "contender", "step ms", "tokens/s per rank", "of ceiling", "peak GiB", "loss"):
+    caption = f"experts: step less {REST}'s; of ceiling: the same contender's balanced step over this one"
+    table = Table(title=title, caption=caption)
+    for head in ("routing", "contender", "step ms", "experts ms", "tokens/s per rank", "of ceiling", "peak GiB", "loss"):
         table.add_column(head, justify="left" if head in ("routing", "contender") else "right")
     balanced = {row.contender: row.step_ms for row in rows if row.routing == "balanced"}
+    rest = {row.routing: row.step_ms for row in rows if row.contender == REST}
     for row in rows:
         ceiling = balanced.get(row.contender)
         table.add_row(
             row.routing,
             f"{row.contender}: {row.chosen}" if row.chosen else row.contender,
             f"{row.step_ms:.1f}",
+            f"{row.step_ms - rest[row.routing]:.1f}" if row.routing in rest and row.contender != REST else "",
             f"{row.tokens_per_second:.0f}",
             f"{ceiling / row.step_ms:.0%}" if ceiling else "",
             f"{row.peak_gb:.1f}",

@@ -25,7 +25,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_laer.bench.models import FSDP2, MODELS, NATIVE, Job, asked
+from hf_laer.bench.models import FSDP2, MODELS, NATIVE, REST, Job, asked
 from hf_laer.bench.routing import changes, routings
 from hf_laer.config import AUTO, LaerConfig
 from hf_laer.integrations.accelerate import LaerFSDPPlugin
@@ -42,7 +42,7 @@ class Trained:
     """One contender under one routing.
 
     Args:
-        contender: A strategy, ``fsdp2`` or ``native_ep``.
+        contender: A strategy, ``fsdp2``, ``native_ep``, or ``no_experts``.
         routing: The scenario.
         step_ms: Median milliseconds of a step, of the slowest rank.
         tokens_per_second: Of one rank.
@@ -162,13 +162,33 @@ def _prepared(
     accelerator = Accelerator(mixed_precision=mixed, fsdp_plugin=made, cpu=device.type == "cpu")
     model = _random_model(job, device)
     model.set_experts_implementation("grouped_mm")
-    prepared = accelerator.prepare(model, _optimizer(model, device))
-    return prepared[0], prepared[1], accelerator.backward
+    model, optimizer = accelerator.prepare(model, _optimizer(model, device))
+    if contender == REST:
+        _leave_out_experts(model, optimizer.optimizer)
+    return model, optimizer, accelerator.backward
 
 
 def _config(job: Job, contender: str) -> LaerConfig:
-    strategy, homes = asked(contender)
+    strategy, homes = asked("ep" if contender == REST else contender)
     return LaerConfig(strategy=strategy, expert_homes=homes, tokens_per_rank=job.rows * job.length, **job.laer)
+
+
+def _leave_out_experts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Tokens pass the experts by, which the optimizer steps with gradients of zero; routers run, and learn."""
+    experts = [module for module in model.modules() if is_experts(module)]
+    gradients = [(weight, torch.zeros_like(weight)) for module in experts for weight in module.parameters()]
+
+    def give_gradients(*_: Any) -> None:
+        for weight, gradient in gradients:
+            weight.grad = gradient
+
+    for module in experts:
+        module.forward = _passed_by
+    optimizer.register_step_pre_hook(give_gradients)
+
+
+def _passed_by(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    return hidden * top_k_weights.sum(-1, keepdim=True).to(hidden.dtype)
 
 
 def _native(job: Job, device: torch.device, folder: Path) -> Any:

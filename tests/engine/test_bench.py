@@ -153,7 +153,7 @@ def test_rival_equals_engine(ranks, name: str) -> None:
 
 def train_command(path: str) -> int:
     """Whole training steps of the tiny model on every rank of a pool."""
-    who = ["--contenders", "auto,llep,fsep+llep,fsdp2,native_ep", "--routing", "balanced,80:2"]
+    who = ["--contenders", "auto,llep,fsep+llep,fsdp2,native_ep,no_experts", "--routing", "balanced,80:2"]
     sizes = ["--model", "tiny", "--num-layers", "2", "--rows", "2", "--length", "9", "--steps", "1"]
     return main(["bench", "sft", *who, *sizes, "--slots-per-rank", "4", "--json", path])
 
@@ -162,13 +162,16 @@ def test_bench_sft(ranks, tmp_path: Path) -> None:
     path = tmp_path / "sft.json"
     assert ranks(2).run(train_command, path=str(path)) == [0, 0]
     rows = json.loads(path.read_text())["rows"]
-    assert {row["contender"] for row in rows} == {"auto", "llep", "fsep+llep", "fsdp2", "native_ep"}
+    trained = {"auto", "llep", "fsep+llep", "fsdp2", "native_ep"}
+    assert {row["contender"] for row in rows} == trained | {"no_experts"}
     # So small a model is the host's: by the figures shipped for CPUs, FSDP2's.
     assert {row["chosen"] for row in rows if row["contender"] == "auto"} == {"fsdp2"}
     for routing_name in ("balanced", "80:2"):
         # One model, one batch, one routing: so one loss.
-        losses = [row["loss"] for row in rows if row["routing"] == routing_name]
-        assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
+        losses = {row["contender"]: row["loss"] for row in rows if row["routing"] == routing_name}
+        without = losses.pop("no_experts")
+        assert list(losses.values()) == pytest.approx([losses["fsdp2"]] * len(trained), rel=1e-5)
+        assert without != pytest.approx(losses["fsdp2"], rel=1e-5)
 
 
 def test_balanced_routing_is_balanced() -> None:
