@@ -84,7 +84,7 @@ class Coming:
         want: What they are.
         parts: On their way, one after the other.
         filled: How many of the parts are in the slots.
-        own: Name to this rank's own experts, where nothing else is wanted.
+        own: Name to this rank's own experts, where they are used where they live.
     """
 
     want: Want
@@ -133,6 +133,13 @@ class Unsharder:
             # Neither slots nor messages; what is in the slots stays there.
             self.drop()
             return Coming(want, [], own=_blocks(want))
+        coming = self._begun(want, comm, forward)
+        if want.beyond is not None:
+            # Once what travels has set out, and not ahead of need: while tokens travel the device has little to do.
+            coming.own = _own(coming)
+        return coming
+
+    def _begun(self, want: Want, comm: Communicator, forward: Era | None) -> Coming:
         if self._is_kept(want, forward):
             return Coming(want, [])
         ahead, self._ahead = self._ahead, None
@@ -175,8 +182,8 @@ class Unsharder:
         As :func:`~hf_laer.shard.exchange.stacks_of` says it.
         """
         want = coming.want
-        if coming.own is not None:
-            return {name: (block,) for name, block in coming.own.items()}
+        if want.is_at_home:
+            return {name: (block,) for name, block in (coming.own or _blocks(want)).items()}
         if not coming.parts:
             assert self._kept is not None
             slots = self._kept[1]
@@ -187,8 +194,7 @@ class Unsharder:
             self._since = want.era, self.arena.mark()
         if want.beyond is None:
             return {name: (stack,) for name, stack in slots.items()}
-        first = coming.parts[0] if coming.parts else None
-        own = first.blocks if isinstance(first, Unshard) else _blocks(want)
+        own = coming.own or _own(coming)
         return {name: (own[name], slots[name]) if len(slots[name]) else (own[name],) for name in want.homes}
 
     def settle(self, layer: str, era: Era) -> None:
@@ -251,6 +257,14 @@ def _wait(ahead: Coming | None) -> None:
     """Until it has arrived."""
     for part in ahead.parts[ahead.filled :] if ahead is not None else ():
         part.wait()
+
+
+def _own(coming: Coming) -> dict[str, torch.Tensor]:
+    """This rank's own experts, as they are wanted; from the device, if they came there to be sent."""
+    first = coming.parts[0] if coming.parts else None
+    if not isinstance(first, Unshard):
+        return _blocks(coming.want)
+    return {name: block.to(coming.want.dtype) for name, block in first.blocks.items()}
 
 
 def _blocks(want: Want) -> dict[str, torch.Tensor]:

@@ -194,7 +194,7 @@ class Unshard:
 
     Args:
         homes: The layer's parameters by name.
-        blocks: Name to this rank's block on the device of the slots; in their dtype, where it is used as it is.
+        blocks: Name to this rank's block on the device of the slots, in the home's dtype or theirs.
         table: Per rank of ``comm``, the experts that are fetched into its slots.
         comm: The ranks over which the homes are sharded.
         pending: What arrives from other ranks, if anything travels.
@@ -276,10 +276,14 @@ def start_unshard(
         device: Where the slots are.
         before: Per rank of ``comm``, the experts that its slots will hold by then, if any.
         nodes: Where there are several.
-        whole: This rank's block is used where it lives too: it is needed in ``dtype``, and is converted once.
+        whole: This rank's block is used too: if it comes from the host, it does so in ``dtype``.
     """
     ways, pending = ways_of(homes, table, before, nodes, comm.rank), None
-    blocks = {name: home.local.to(device, dtype if whole else None, non_blocking=True) for name, home in homes.items()}
+    blocks = {name: home.local for name, home in homes.items()}
+    blocks = {
+        name: block if block.device == device else block.to(device, dtype if whole else None, non_blocking=True)
+        for name, block in blocks.items()
+    }
     if not ways.is_local:
         message = ways.to_slots.pack(blocks, Piece.of_home, dtype)
         pending = comm.start_all_to_all(message, ways.to_slots.sizes, ways.from_homes.sizes)

@@ -1,4 +1,4 @@
-"""Unshard without messages: each rank lays its blocks out in memory that the others read, and they copy what they need.
+"""Unshard without messages: each rank lays out in memory what the others need of its blocks, and they copy it.
 
 For few large experts, each of which is cut over all ranks: a copy engine brings such a piece into its slot while the
 device computes, with nothing to pack or unpack. Many small pieces cost the host more than the messages do.
@@ -7,6 +7,7 @@ device computes, with nothing to pack or unpack. Many small pieces cost the host
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +89,15 @@ def start_pull(
     mine = {name: stack[len(stack) - len(held) :] for name, stack in slots.items()}
     local = {name: home.local for name, home in homes.items()}
     blocks = [_blocks(homes, arena, dtype, rank) for rank in range(comm.size)]
+    wanted = {expert for rank, row in enumerate(table) if rank != me for expert in row}
     with arena.aside(after, PULLING):
         arena.meet()  # all have what they wanted of what lay there
         free = arena.mark()
     for portion in _portions(homes):
         with arena.aside(free, LAYING):
             for name, experts in portion:
-                some = slice(experts.start, experts.stop)
-                blocks[me][name][some].copy_(local[name][some], non_blocking=True)
+                for some in _runs(wanted, experts):
+                    blocks[me][name][some].copy_(local[name][some], non_blocking=True)
             there = arena.mark()
         with arena.aside(there, PULLING):
             arena.meet()
@@ -108,6 +110,14 @@ def start_pull(
         own = arena.mark()
     with arena.aside(own, PULLING):
         return Pull(table, comm, arena, arena.mark())
+
+
+def _runs(wanted: Collection[int], experts: range) -> list[slice]:
+    """Those of some experts that are wanted, as runs of neighbours."""
+    some = [expert for expert in experts if expert in wanted]
+    starts = [expert for expert in some if expert - 1 not in some]
+    stops = [expert + 1 for expert in some if expert + 1 not in some]
+    return [slice(*run) for run in zip(starts, stops, strict=True)]
 
 
 def _copy_of(block: torch.Tensor, slots: torch.Tensor, rows: range, held: tuple[int, ...], experts: range) -> None:

@@ -14,7 +14,6 @@ from hf_laer.engine import Engine
 from hf_laer.integrations.transformers import get_engine
 from hf_laer.plan import Plan, llep
 from hf_laer.shard.ahead import Coming, Want
-from hf_laer.shard.exchange import beyond_own
 from hf_laer.shard.home import Layout, sharded_home
 from tests.engine import cases
 from tests.models import assert_close, full, repeatable, tiny_model
@@ -45,8 +44,8 @@ class Sent:
         def beginning(want: Want, *args: Any) -> Coming:
             ahead = unsharder._ahead
             coming = begin(want, *args)
-            assert beyond_own(want.homes, want.table) is not None, "own experts are used where they live"
-            assert (coming.own is not None) == (_count(want) == 0), "slots for nothing, or none for something"
+            assert coming.own is not None, "own experts are used where they live"
+            assert _count(want) or not coming.parts, "messages for nothing"
             if coming.parts:
                 served = ahead is not None and coming.parts is ahead.parts
                 self.late += _count(want) - (_count(ahead.want) if served else 0)
