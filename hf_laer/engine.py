@@ -23,6 +23,7 @@ from hf_laer.comm.watch import Watch, Where
 from hf_laer.compute.routing import Leaving, count
 from hf_laer.compute.spec import ExpertsSpec
 from hf_laer.config import AUTO, LaerConfig
+from hf_laer.foresight import Foresight
 from hf_laer.layer import MoELayer, Run
 from hf_laer.memory import check_memory
 from hf_laer.passes import Passes
@@ -84,6 +85,7 @@ class Engine:
         self.pool = SlotPool()
         self.unsharder = Unsharder(self.pool)
         self.passes = Passes()
+        self.foresight = Foresight(self)
         self.watch = Watch()
         self.returns = GradientReturns(self.watch)
         self.comms = Communicators()
@@ -305,7 +307,7 @@ class Engine:
             if held.shape[0] == sum(map(len, self._groups)):
                 self._held[name] = held
             if remembered["tuner"] is not None and relays(layer.config):
-                self._tuner(layer).load_state_dict(remembered["tuner"])
+                self.tuner_of(layer).load_state_dict(remembered["tuner"])
 
     def compute_dtype_for(self, hidden: torch.Tensor) -> torch.dtype:
         """Dtype of the expert GEMMs: the config's, FSDP's, autocast's, or that of the tokens."""
@@ -376,31 +378,6 @@ class Engine:
         task = torch._C._current_graph_task_id()
         return ("forward", self.passes.number) if task == -1 else ("backward", task)
 
-    def expect_after(self, layer: MoELayer, dtype: torch.dtype, device: torch.device, era: Era) -> None:
-        """In a forward: sends for the experts that the next layer is known to use, whatever its tokens."""
-        name = self.passes.after(layer.name)
-        # A layout is agreed on with the loads of the layer before, if it gathers any.
-        agreed = name in self.layers and (needs_loads(layer.config) or not relays(self.layers[name].config))
-        if era[0] == "forward" and agreed and name is not None:
-            table = self._foreseen(self.layers[name])
-            self.expect(None if table is None else (name, table), dtype, device, era)
-
-    def expect(self, what: tuple[str, SlotTable] | None, dtype: torch.dtype, device: torch.device, era: Era) -> None:
-        """Sends for a layer's experts ahead of time."""
-        if what is not None and self.config.prefetch:
-            name, table = what
-            where = self.watch.where
-            with self.watch.at(replace(where, layer=name, phase=f"{where.phase}, ahead")):
-                self.unsharder.expect(self.layers[name].want(table, dtype, device, era), self.comms.weights)
-
-    def _foreseen(self, layer: MoELayer) -> SlotTable | None:
-        """The experts that a layer's next plan will hold at least, in each rank's first slots."""
-        if layer.config.strategy == "fsdp":
-            return (tuple(range(layer.spec.num_experts)),) * self.comms.weights.size
-        if not relays(layer.config):
-            return None
-        return table_of(self._tuner(layer).layout)
-
     @torch.compiler.disable
     def announce(self, model: nn.Module, *_: Any) -> None:
         """Under ``check_collectives``, a hook before the whole model's forward, whose first collective is FSDP's."""
@@ -419,22 +396,15 @@ class Engine:
         leaving: Leaving | None,
         tokens: tuple[torch.Tensor, torch.dtype, int],
     ) -> tuple[Told, list[Placement] | None]:
-        """Every rank's loads, and the layer's layout; tokens may set out. Waits for the device.
-
-        Ranks agree on the layout of the layer that comes next, whose experts can set out then, and on the layer's own
-        where none before it could: it is a pass's first, or the one before gathers no loads.
-        """
-        before, after = self.passes.before(), self.passes.after(layer.name)
-        alone = before not in self.layers or not needs_loads(self.layers[before].config)
-        due = ([layer] if alone else []) + [self.layers[name] for name in (after,) if name in self.layers]
-        tuners = [self._tuner(one) for one in due if relays(one.config)] if needs_loads(layer.config) else []
+        """Every rank's loads, and the layer's layout; tokens may set out. Waits for the device."""
+        tuners = [self.tuner_of(one) for one in self.foresight.due(layer)]
         everyone = self.comms.everyone if needs_loads(layer.config) else _ALONE
         told = None
         if leaving is not None and not tuners and everyone.can_start:
             told = tell_ahead(everyone, loads, leaving, *tokens)
         if told is None:
             told = tell(everyone, loads, leaving, self.tokens_of(layer).size, tuners)
-        return told, self._tuner(layer).layout if relays(layer.config) else None
+        return told, self.tuner_of(layer).layout if relays(layer.config) else None
 
     def _plans(self, layer: MoELayer, loads: np.ndarray, layout: list[Placement] | None, top_k: int) -> list[Plan]:
         """One plan for each token group whose loads are here."""
@@ -457,7 +427,8 @@ class Engine:
             self._costs[layer.name, top_k] = sizes.cost(machine, 0, self.config.max_rows_per_rank)
         return self._costs[layer.name, top_k]
 
-    def _tuner(self, layer: MoELayer) -> LayerTuner:
+    def tuner_of(self, layer: MoELayer) -> LayerTuner:
+        """What makes the layer's layouts."""
         if layer.name not in self._tuners:
             cost = self._cost(layer, layer.sizes(self.compute_dtype).top_k) if layer.config.homes == "whole" else None
             told = layer.config, layer.spec.num_experts, self._groups, self.ranks_per_node, self._threads, cost
@@ -483,7 +454,7 @@ class Engine:
         top_k: int,
     ) -> None:
         """Feeds tuner, recorder and watcher; only ever with a training micro-batch's first forward."""
-        tuner = self._tuner(layer) if relays(layer.config) else None
+        tuner = self.tuner_of(layer) if relays(layer.config) else None
         if tuner is not None:
             tuner.observe(loads, plans)
         held = holders_of(plans, layer.spec.num_experts)

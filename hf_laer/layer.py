@@ -264,7 +264,7 @@ class MoELayer:
         rows, weights = dispatching.wait(), self.engine.unsharder.finish(coming)
         chunks = chunks_of(served.groups, self.engine.config.max_rows_per_rank)
         # The next layer's experts travel under this one's products, which nothing is to delay.
-        ahead = partial(self.engine.expect_after, self, dtype, hidden.device, era)
+        ahead = partial(self.engine.foresight.after, self, dtype, hidden.device, era)
         experts_out, up = forward_in_chunks(self.spec, weights, rows, served.source_row, chunks, terms, ahead)
         bias = bias_of(weights, self.spec.down_bias)
         sums = Sums(experts_out, served.row_places, dtype, served.gates, bias, served.groups.slot)
@@ -309,7 +309,7 @@ class MoELayer:
             terms,
             not retained,
             rows_known,
-            partial(self.engine.expect, run.before, dtype, rows.device, era),
+            partial(self.engine.foresight.send, run.before, dtype, rows.device, era),
         )
         if up is not None and not retained:
             # Its gradient stands there, done with; autograd would hold it while the weights' gradients are packed.

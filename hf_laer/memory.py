@@ -64,6 +64,9 @@ def _check_layer(remembered: Any, experts: int) -> None:
         if made.dtype.kind != "i" or made.ndim != 2:
             raise ValueError(f"placements must hold tables of experts, got {made.dtype} of shape {made.shape}")
         ranks += len(check_placement(Placement(made), len(made), experts))
+        missing = sorted(set(range(experts)) - set(made.flat))
+        if missing:
+            raise ValueError(f"expert {missing[0]} is in no slot of a token group's placement")
     if ranks != len(table):
         raise ValueError(f"placements are of {ranks} ranks, held of {len(table)}")
 

@@ -38,6 +38,10 @@ class Passes:
         """The layer that came before the present one in the pass."""
         return self._seen[-2] if len(self._seen) > 1 else None
 
+    def first(self) -> str | None:
+        """The layer that began the pass, or the last one, where the next has not begun yet."""
+        return self._seen[0] if self._seen else None
+
     def is_first(self) -> bool:
         """Whether the pass has had one layer so far."""
         return len(self._seen) == 1

@@ -280,6 +280,7 @@ class StackBench:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
         engine.attach(detached, self._mesh)
+        engine.foresight.follow(stack)
         engine.unsharder = MeasuredUnsharder(engine.unsharder)
         return _Made(stack, list(stack.parameters()), engine, engine.unsharder)
 

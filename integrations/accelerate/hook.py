@@ -97,6 +97,7 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
     settle_adapters(model)
     if engine.config.prefetch and engine.layers:
         prefetch_layers(model, engine)
+    engine.foresight.follow(model)
     register_state_hooks(accelerator, engine)
     if engine.config.check_collectives:
         model.register_forward_pre_hook(engine.announce, prepend=True)

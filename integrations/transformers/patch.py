@@ -153,6 +153,7 @@ def _shard_now(model: nn.Module, engine: Engine, mesh: DeviceMesh) -> None:
     except ValueError:
         unpatch_model(model)
         raise
+    engine.foresight.follow(model)
     follow([(old, engine.layers[name].homes[key].parameter) for name, key, old in before])
     for part in model.modules():
         if isinstance(part, GenerationMixin):

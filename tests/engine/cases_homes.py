@@ -30,10 +30,10 @@ def _count(want: Want) -> int:
 
 
 class Sent:
-    """Experts that were sent for, by when: ahead of their layer, or once its loads were known."""
+    """Experts that were sent for, by when: ahead of their layer, or once its loads were known; and how often in vain."""
 
     def __init__(self, engine: Engine) -> None:
-        self.ahead, self.late = 0, 0
+        self.ahead, self.late, self.refused = 0, 0, 0
         unsharder = engine.unsharder
         expect, begin = unsharder.expect, unsharder.begin
 
@@ -43,6 +43,7 @@ class Sent:
 
         def beginning(want: Want, *args: Any) -> Coming:
             ahead = unsharder._ahead
+            self.refused += ahead is not None and not ahead.want.serves(want)
             coming = begin(want, *args)
             assert coming.own is not None, "own experts are used where they live"
             assert _count(want) or not coming.parts, "messages for nothing"
@@ -131,7 +132,7 @@ def refused(checkpointing: bool) -> list[tuple[int, int]]:
     """Every other plan does without the replicas that are on their way, as a cost model may want it; equal throughout.
 
     Returns:
-        Per step, experts sent ahead and late.
+        Per step, experts sent ahead, and how often that was in vain.
     """
     changes = {"num_experts": 6, "num_hidden_layers": LAYERS}
     plain, model = Steered(tiny_model("qwen3_moe", **changes), [HOT]), tiny_model("qwen3_moe", **changes)
@@ -146,7 +147,9 @@ def refused(checkpointing: bool) -> list[tuple[int, int]]:
     def alternating(loads: Any, owners: Any, placement: Any, **settings: Any) -> Plan:
         made.append(loads)
         settings.pop("cost")
-        return llep(loads, owners, **settings) if len(made) % 2 else ahead(loads, owners, placement, **settings)
+        if len(made) % 2:
+            return llep(loads, owners, **{**settings, "imbalance_threshold": 100.0})
+        return ahead(loads, owners, placement, **settings)
 
     with repeatable(), mock.patch.object(planning, "llep_ahead", alternating):
         for step in range(4):
@@ -154,7 +157,8 @@ def refused(checkpointing: bool) -> list[tuple[int, int]]:
             model.zero_grad()
             cases.loss_of(model, cases.batch_of(dist.get_rank(), step)).backward()
             cases.compare_gradients(model, want)
-            found.append(sent.drain())
+            found.append((sent.drain()[0], sent.refused))
+            sent.refused = 0
     return found
 
 

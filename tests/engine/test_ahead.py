@@ -47,8 +47,8 @@ def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpo
     # Once for the forward and once for the backward; a checkpointed layer's recompute leaves them in the slots, and so
     # does the last layer's forward.
     assert first["whole"] == 2 * layers - 1
-    # In backward all but the last layer; in forward all but the first, where the need is known ahead.
-    assert first["ahead"] == (layers - 1) * (1 if strategy == "llep" else 2)
+    # In backward all but the last layer; in forward all, where the need is known ahead.
+    assert first["ahead"] == layers - 1 + (0 if strategy == "llep" else layers)
     assert (first["spilled"] > 0) == ("llep" in strategy)
 
 

@@ -40,7 +40,7 @@ def _replan(model: nn.Module) -> None:
     assert engine is not None
     if engine.config.strategy == "fsep":
         for layer in engine.layers.values():
-            tuner = engine._tuner(layer)
+            tuner = engine.tuner_of(layer)
             moved = [Placement(np.array([[0, 1, 2, 6], [3, 4, 0, -1], [5, 6, 1, -1]]))]
             # Under the old one's digest, which the ranks tell each other anyway.
             tuner._current = tuner._current._replace(placements=moved)

@@ -40,7 +40,7 @@ def place(model: nn.Module, slots: list[list[int]]) -> None:
     """Puts experts where a case wants them, in every layer; with a long ``relayout_interval`` they stay."""
     engine = engine_of(model)
     for layer in engine.layers.values():
-        tuner = engine._tuner(layer)
+        tuner = engine.tuner_of(layer)
         tuner._current = version_of(0, [Placement(np.array(slots, np.int64))])
 
 
@@ -49,7 +49,7 @@ def layouts_of(model: nn.Module) -> list[Any]:
     engine = engine_of(model)
     if engine.config.strategy == "llep":
         return []
-    versions = [engine._tuner(layer)._newest(wait=True) for layer in engine.layers.values()]
+    versions = [engine.tuner_of(layer)._newest(wait=True) for layer in engine.layers.values()]
     return [[placement.slots.tolist() for placement in version.placements] for version in versions]
 
 

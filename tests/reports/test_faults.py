@@ -115,7 +115,7 @@ FIRST, SECOND = (f"model.layers.{i}.mlp.experts" for i in (0, 1))
             "llep",
             ["ranks 0, 2 are at the all-gather of weights", FIRST, "rank 1 is at", "differs in layer", SECOND],
         ),
-        ("more", "fsep", ["rank 1 is at the all-gather of weights", FIRST, "micro-batch 2", "backward"]),
+        ("more", "fsep", ["rank 1 is at the all-to-all of weights", FIRST, "forward, ahead", "backward"]),
         ("more", "llep", ["rank 1 is at the all-gather of weights", FIRST, "micro-batch 2", "backward"]),
         ("sizes", "ep", ["rank 1 sends 2 rows to rank 2, which expects 1"]),
     ],

@@ -341,6 +341,10 @@ def test_memories_of_another_model_or_none() -> None:
     twice["model.layers.0.mlp.experts"]["tuner"]["placements"] = [[[1, 1]]]
     with pytest.raises(ValueError, match="expert 1 in more than one slot"):
         check_memory(twice, EXPERTS)
+    nowhere = a_memory()
+    nowhere["model.layers.0.mlp.experts"]["tuner"]["placements"] = [[[0, 1, 2, 3, 4, 5, -1]]]
+    with pytest.raises(ValueError, match="expert 6 is in no slot"):
+        check_memory(nowhere, EXPERTS)
 
 
 @pytest.mark.parametrize("saved", [{"args": {}, "attributes": []}, "x", [], {"attributes": {"memory": [1]}}])
