@@ -30,7 +30,7 @@ def _count(want: Want) -> int:
 
 
 class Sent:
-    """Experts that were sent for, by when: ahead of their layer, or once its loads were known; and how often in vain."""
+    """Experts that were sent for: ahead of their layer, or once its loads were known; and how often in vain."""
 
     def __init__(self, engine: Engine) -> None:
         self.ahead, self.late, self.refused = 0, 0, 0
