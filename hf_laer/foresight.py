@@ -48,10 +48,12 @@ class Foresight:
     @torch.no_grad()
     def _before_all(self, model: nn.Module, *_: Any) -> None:
         """Sends for the experts of the layer that came first in the last pass."""
-        engine, agreed = self._engine, self._agreed
-        name, self._agreed = engine.passes.first(), None
+        engine, name = self._engine, self._engine.passes.first()
+        # What a forward that ended early sent for may have changed since.
+        engine.unsharder.drop()
+        self._begun = None
         layer = engine.layers.get(name or "")
-        if layer is None or self._kind is None or (relays(layer.config) and agreed != name):
+        if layer is None or self._kind is None or (relays(layer.config) and self._agreed != name):
             return
         table = self._foreseen(layer)
         if table is not None:
@@ -86,9 +88,11 @@ class Foresight:
 
         The one that comes next, whose experts can set out then; and its own, where none before it could.
         """
+        passes, layers = self._engine.passes, self._engine.layers
+        if passes.is_first():
+            self._agreed = None
         if not needs_loads(layer.config):
             return []
-        passes, layers = self._engine.passes, self._engine.layers
         before, name = passes.before(), passes.after(layer.name)
         alone = before not in layers or not needs_loads(layers[before].config)
         own = alone and self._begun != (layer.name, passes.number)

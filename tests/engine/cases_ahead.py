@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,12 +80,23 @@ def _other_order(model: nn.Module, plain: nn.Module) -> None:
     _compared(model, plain, 5)
 
 
-def _raises(model: nn.Module, plain: nn.Module) -> None:
-    """A forward that ends between two layers."""
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+def _raises(model: nn.Module, plain: nn.Module, layer: int = 1) -> None:
+    """A forward that ends before a layer."""
+    handle = model.model.layers[layer].register_forward_pre_hook(lambda *_: 1 / 0)
     with suppress(ZeroDivisionError):
         loss_of(model, batch_of(dist.get_rank()))
     handle.remove()
+    _change(model, plain)
+
+
+def _part(model: nn.Module, plain: nn.Module) -> None:
+    """A pass of which the model as a whole knows nothing."""
+    batch, hidden = batch_of(dist.get_rank(), 7), []
+    for one in (model, plain):
+        hidden.append(one.model(input_ids=batch).last_hidden_state)
+        one.zero_grad()
+    torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
+    hidden[0].sum().backward()
     _change(model, plain)
 
 
@@ -125,6 +137,8 @@ def _in_flight(model: nn.Module, plain: nn.Module) -> None:
 _CASES = {
     "order": _other_order,
     "raises": _raises,
+    "raises at once": partial(_raises, layer=0),
+    "part": _part,
     "eval": _evaluates,
     "replaced": _change,
     "in flight": _in_flight,

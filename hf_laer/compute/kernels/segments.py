@@ -19,7 +19,7 @@ from hf_laer.compute.segments import Blocks, Part, copy_some
 from hf_laer.plan.addresses import copy_rows, sum_rows
 
 LONGEST = 1 << 20
-_BLOCK, _STEPS, _WARPS = 4096, 2, 8
+_BLOCK, _STEPS, _WARPS = 2048, 2, 8
 _NONE = np.zeros(0, np.int64)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
