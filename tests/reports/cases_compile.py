@@ -134,7 +134,8 @@ class Compiled:
     def note(self) -> None:
         """Called after each step."""
         self.graphs.append(counters["stats"]["unique_graphs"])
-        self.breaks = list(counters["graph_break"])
+        # From torch 2.14 on FSDP's own hooks break graphs, too.
+        self.breaks = [why for why in counters["graph_break"] if "skipping FSDP hooks" not in why]
 
 
 @contextmanager
