@@ -59,7 +59,18 @@ def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpo
 )
 @pytest.mark.parametrize(
     "how",
-    ["order", "raises", "raises at once", "part", "raises, part", "assigned", "copied", "eval", "replaced", "in flight"],
+    [
+        "order",
+        "raises",
+        "raises at once",
+        "part",
+        "raises, part",
+        "assigned",
+        "copied",
+        "eval",
+        "replaced",
+        "in flight",
+    ],
 )
 def test_what_was_not_foreseen(ranks, how: str, homes: str, peer_memory: bool) -> None:
     ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes, peer_memory=peer_memory)
