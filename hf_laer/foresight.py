@@ -42,16 +42,20 @@ class Foresight:
         """Has the model's forward tell when it begins; once, however often it is asked for."""
         if self._engine.config.prefetch and self._engine.layers and not self._is_told:
             self._is_told = True
-            model.register_forward_pre_hook(self._before_all)
+            model.register_forward_pre_hook(_Hook(self, "begin"))
+            # Also where it raises.
+            model.register_forward_hook(_Hook(self, "end"), always_call=True)
 
-    @torch.compiler.disable
-    @torch.no_grad()
-    def _before_all(self, model: nn.Module, *_: Any) -> None:
-        """Sends for the experts of the layer that came first in the last pass."""
-        engine, name = self._engine, self._engine.passes.first()
-        # What a forward that ended early sent for may have changed since.
-        engine.unsharder.drop()
+    def end(self, _: nn.Module) -> None:
+        """After the whole model's forward: what one that ended early sent for may change before it is wanted."""
+        self._engine.unsharder.drop()
         self._begun = None
+
+    @torch.no_grad()
+    def begin(self, model: nn.Module) -> None:
+        """Before the whole model's forward: sends for the experts of the layer that came first in the last pass."""
+        self.end(model)
+        engine, name = self._engine, self._engine.passes.first()
         layer = engine.layers.get(name or "")
         if layer is None or self._kind is None or (relays(layer.config) and self._agreed != name):
             return
@@ -106,3 +110,27 @@ class Foresight:
         if layer.config.strategy == "fsdp":
             return (tuple(range(layer.spec.num_experts)),) * self._engine.comms.weights.size
         return table_of(self._engine.tuner_of(layer).layout) if relays(layer.config) else None
+
+
+class _Hook:
+    """Tells when the whole model's forward begins or ends. In a copied or pickled model, which has no engine, nothing.
+
+    Args:
+        foresight: Whom it tells.
+        what: The method that is called.
+    """
+
+    def __init__(self, foresight: Foresight | None, what: str) -> None:
+        self._foresight, self._what = foresight, what
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        # A forward that is repeated in a backward sends for nothing.
+        if self._foresight is not None and torch._C._current_graph_task_id() == -1:
+            getattr(self._foresight, self._what)(model)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _Hook:
+        return _Hook(None, self._what)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None, self._what)

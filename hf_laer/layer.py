@@ -217,9 +217,9 @@ class MoELayer:
         kind = dtype or self.homes[self.spec.down].parameter.dtype
         return staged_bytes(self.homes, slots, self.engine.comms.weights.size, kind)
 
-    def versions(self) -> list[int]:
-        """Grows with every change in place of a parameter, as autograd counts it."""
-        return [home.parameter._version for home in self.homes.values()]
+    def versions(self) -> list[tuple[int, int]]:
+        """Other ones after every change in place of a parameter, as autograd counts it, and where one was replaced."""
+        return [(id(home.parameter), home.parameter._version) for home in self.homes.values()]
 
     @property
     def trained(self) -> dict[str, Home]:

@@ -1,7 +1,7 @@
 """Unsharding ahead of need: what the next layer will want travels while this one computes.
 
 One thing at a time is on its way, and one is kept in the slots. Both are told apart by layer, slot table, the
-parameters' versions and the pass, all of which are alike on all ranks: so every rank starts, uses and drops the same.
+parameters' versions and the pass, all of which change alike on all ranks: so every rank starts, uses and drops the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Want:
         table: Per rank that shards them, the experts in its slots.
         dtype: Dtype of the slots.
         device: Their device.
-        versions: Of the parameters, as autograd counts changes in place.
+        versions: Of the parameters: which ones, and their changes in place as autograd counts them.
         era: Who wants it; nothing is used in another era.
     """
 
@@ -46,7 +46,7 @@ class Want:
     table: SlotTable
     dtype: torch.dtype
     device: torch.device
-    versions: tuple[int, ...]
+    versions: tuple[tuple[int, int], ...]
     era: Era
 
     @cached_property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from hf_laer.integrations.transformers import get_engine
 from hf_laer.shard import ahead
 from hf_laer.shard.pull import Pull
 from tests.engine.cases import batch_of, compare_gradients, expected, loss_of, movement, patched, reference_gradients
-from tests.models import tiny_model
+from tests.models import assert_close, tiny_model
 
 LAYERS = 3
 SETTINGS: dict[str, Any] = {"slots_per_rank": 3, "history": 1}
@@ -100,6 +102,37 @@ def _part(model: nn.Module, plain: nn.Module) -> None:
     _change(model, plain)
 
 
+def _raises_then_part(model: nn.Module, plain: nn.Module) -> None:
+    """The model has begun, and the pass that follows is one of which it knows nothing."""
+    _raises(model, plain, layer=0)
+    _part(model, plain)
+
+
+def _assigned(model: nn.Module, plain: nn.Module) -> None:
+    """Other parameters in the place of the experts', changed as often as these: never."""
+    ids = batch_of(dist.get_rank(), 9)
+    with torch.no_grad():
+        for one in (model, plain):
+            one.load_state_dict({name: value.clone() for name, value in one.state_dict().items()}, assign=True)
+        for _ in range(2):
+            model(input_ids=ids)
+        for one in (model, plain):
+            changed = {name: value * (1.5 if "experts" in name else 1) for name, value in one.state_dict().items()}
+            one.load_state_dict(changed, assign=True)
+        assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, "logits")
+
+
+def _copied(model: nn.Module, plain: nn.Module) -> None:
+    """A copy is a model of its own, and tells the engine nothing."""
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert get_engine(other) is None
+    engine = get_engine(model)
+    assert engine is not None
+    for hook in other._forward_pre_hooks.values():
+        assert hook(other, ()) is None
+    assert engine.unsharder._ahead is None
+
+
 def _evaluates(model: nn.Module, plain: nn.Module) -> None:
     with torch.no_grad():
         loss_of(model, batch_of(dist.get_rank(), 9))
@@ -139,6 +172,9 @@ _CASES = {
     "raises": _raises,
     "raises at once": partial(_raises, layer=0),
     "part": _part,
+    "raises, part": _raises_then_part,
+    "assigned": _assigned,
+    "copied": _copied,
     "eval": _evaluates,
     "replaced": _change,
     "in flight": _in_flight,

@@ -57,7 +57,21 @@ def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpo
     [("sharded", False), ("sharded", True), ("whole", False)],
     ids=["messages", "memory", "whole"],
 )
-@pytest.mark.parametrize("how", ["order", "raises", "raises at once", "part", "eval", "replaced", "in flight"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "order",
+        "raises",
+        "raises at once",
+        "part",
+        "raises, part",
+        "assigned",
+        "copied",
+        "eval",
+        "replaced",
+        "in flight",
+    ],
+)
 def test_what_was_not_foreseen(ranks, how: str, homes: str, peer_memory: bool) -> None:
     ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes, peer_memory=peer_memory)
 
