@@ -1,7 +1,7 @@
 """Unsharding ahead of need: what the next layer will want travels while this one computes.
 
 One thing at a time is on its way, and one is kept in the slots. Both are told apart by layer, slot table, the
-parameters' versions and the pass, all of which change alike on all ranks: so every rank starts, uses and drops the same.
+parameters' versions and the pass, which change alike on all ranks: so every rank starts, uses and drops the same.
 """
 
 from __future__ import annotations
