@@ -385,7 +385,8 @@ class _MoE(torch.autograd.Function):
         layer: MoELayer = ctx.layer
         if ctx.versions != layer.versions():
             raise RuntimeError(
-                f"the expert parameters of {layer.name} were modified in place between its forward and its backward"
+                f"the expert parameters of {layer.name} were modified in place, or replaced, between its "
+                "forward and its backward"
             )
         with _without_autocast(grad.device.type):
             grad_hidden, grad_gates, grad_factors = layer.backward(

@@ -92,16 +92,8 @@ def _table(job: Job, rows: list[Trained], device: torch.device) -> Table:
     )
     caption = f"experts: step less {REST}'s; of ceiling: the same contender's balanced step over this one"
     table = Table(title=title, caption=caption)
-    for head in (
-        "routing",
-        "contender",
-        "step ms",
-        "experts ms",
-        "tokens/s per rank",
-        "of ceiling",
-        "peak GiB",
-        "loss",
-    ):
+    heads = "step ms", "experts ms", "tokens/s per rank", "of ceiling", "peak GiB", "loss"
+    for head in ("routing", "contender", *heads):
         table.add_column(head, justify="left" if head in ("routing", "contender") else "right")
     balanced = {row.contender: row.step_ms for row in rows if row.routing == "balanced"}
     rest = {row.routing: row.step_ms for row in rows if row.contender == REST}

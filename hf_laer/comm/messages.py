@@ -27,24 +27,26 @@ class Message(ABC):
         return gather_sum(self.wait(), table, dtype, scale=scale)
 
 
-class ByMessages:
+class ByMessages(ABC):
     """The part of a :class:`~hf_laer.comm.base.Communicator` that messages leave no choice in."""
 
     nbytes = 0
     can_start = False
 
+    @abstractmethod
     def start_all_to_all(
         self, tensor: torch.Tensor, send: Sequence[int], receive: Sequence[int], picked: Picked | None = None
     ) -> Pending:
         """See :class:`~hf_laer.comm.base.Communicator`."""
-        raise NotImplementedError
 
     def start_sums(self, sums: Sums, send: Sequence[int], receive: Sequence[int]) -> Pending:
         """As :meth:`start_all_to_all`, once they are formed."""
         return self.start_all_to_all(sums.formed(), send, receive)
 
-    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:
+    def reserve(self, tokens: int, top_k: int, row_bytes: int) -> None:  # noqa: B027 (nothing is right for all)
         """Nothing: messages need no room."""
 
-    def start(self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None) -> None:
+    def start(  # noqa: B027 (likewise)
+        self, tokens: torch.Tensor, leaving: Leaving, top_k: int, loads: torch.Tensor | None = None
+    ) -> None:
         """Nothing: nobody knows how long they would be."""

@@ -279,11 +279,9 @@ def start_unshard(
         whole: This rank's block is used too: if it comes from the host, it does so in ``dtype``.
     """
     ways, pending = ways_of(homes, table, before, nodes, comm.rank), None
-    blocks = {name: home.local for name, home in homes.items()}
-    blocks = {
-        name: block if block.device == device else block.to(device, dtype if whole else None, non_blocking=True)
-        for name, block in blocks.items()
-    }
+    # One that is here already is converted when it is needed.
+    kinds = {name: dtype if whole and home.local.device != device else None for name, home in homes.items()}
+    blocks = {name: home.local.to(device, kinds[name], non_blocking=True) for name, home in homes.items()}
     if not ways.is_local:
         message = ways.to_slots.pack(blocks, Piece.of_home, dtype)
         pending = comm.start_all_to_all(message, ways.to_slots.sizes, ways.from_homes.sizes)
