@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -346,7 +347,9 @@ class Engine:
         leaving = leave_early(layer, tokens.size, top_k_index, top_k_weights, counted)
         self.unsharder.settle(layer.name, self.era())
         dtype = self.compute_dtype_for(hidden)
-        (loads, rows, gone), placements = self._gather(layer, counted.loads, leaving, (hidden, dtype, top_k))
+        meanwhile = partial(self.unsharder.convert, layer.want((), dtype, hidden.device, self.era()))
+        of_tokens = hidden, dtype, top_k
+        (loads, rows, gone), placements = self._gather(layer, counted.loads, leaving, of_tokens, meanwhile)
         started = time.perf_counter()
         plans = self._plans(layer, loads, placements, top_k)
         planned = time.perf_counter() - started
@@ -395,15 +398,16 @@ class Engine:
         loads: torch.Tensor,
         leaving: Leaving | None,
         tokens: tuple[torch.Tensor, torch.dtype, int],
+        meanwhile: Callable[[], None],
     ) -> tuple[Told, list[Placement] | None]:
         """Every rank's loads, and the layer's layout; tokens may set out. Waits for the device."""
         tuners = [self.tuner_of(one) for one in self.foresight.due(layer)]
         everyone = self.comms.everyone if needs_loads(layer.config) else _ALONE
         told = None
         if leaving is not None and not tuners and everyone.can_start:
-            told = tell_ahead(everyone, loads, leaving, *tokens)
+            told = tell_ahead(everyone, loads, leaving, *tokens, meanwhile)
         if told is None:
-            told = tell(everyone, loads, leaving, self.tokens_of(layer).size, tuners)
+            told = tell(everyone, loads, leaving, self.tokens_of(layer).size, tuners, meanwhile)
         return told, self.tuner_of(layer).layout if relays(layer.config) else None
 
     def _plans(self, layer: MoELayer, loads: np.ndarray, layout: list[Placement] | None, top_k: int) -> list[Plan]:

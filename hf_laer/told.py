@@ -7,7 +7,7 @@ ranks share memory the rows set out along with them, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ def tell_ahead(
     hidden: torch.Tensor,
     dtype: torch.dtype,
     top_k: int,
+    meanwhile: Callable[[], None],
 ) -> Told | None:
     """As :func:`tell`, and rows set out at once, where they can. Collective; the same on all ranks.
 
@@ -78,17 +79,23 @@ def tell_ahead(
         hidden: ``[T, H]``, its tokens.
         dtype: In which they travel.
         top_k: K.
+        meanwhile: As in :func:`tell`.
     """
     gone = everyone.start(hidden.to(dtype), leaving, top_k, loads)
     if gone is None:
         return None
-    told = everyone.to_host(gone.told).numpy()
+    told = everyone.to_host(gone.told, meanwhile).numpy()
     rows = np.diff(told[:, len(loads) :], prepend=0)
     return Told(np.ascontiguousarray(told[:, : len(loads)]), rows, gone)
 
 
 def tell(
-    everyone: Communicator, loads: torch.Tensor, leaving: Leaving | None, ranks: int, tuners: Sequence[LayerTuner]
+    everyone: Communicator,
+    loads: torch.Tensor,
+    leaving: Leaving | None,
+    ranks: int,
+    tuners: Sequence[LayerTuner],
+    meanwhile: Callable[[], None],
 ) -> Told:
     """Gathers loads int64 ``[E]``, and lets tuners agree on their layouts. Collective; waits for the device.
 
@@ -98,6 +105,7 @@ def tell(
         leaving: From :func:`leave_early`.
         ranks: Of the token group.
         tuners: Of the layers whose layouts are due.
+        meanwhile: Called while the loads are on their way to the host; for what it asks of the device nobody waits.
     """
     parts = [loads]
     if leaving is not None:
@@ -106,7 +114,7 @@ def tell(
         newest = torch.tensor([told for tuner in tuners for told in tuner.newest()], dtype=torch.int64)
         parts.append(newest.to(loads.device, non_blocking=True))
     message = loads if len(parts) == 1 else torch.cat(parts)
-    told = everyone.to_host(everyone.all_gather(message)).numpy()
+    told = everyone.to_host(everyone.all_gather(message), meanwhile).numpy()
     if len(parts) == 1:
         return Told(told, None)
     at = len(loads) + (0 if leaving is None else ranks)

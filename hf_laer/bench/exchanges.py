@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,9 +107,9 @@ class Stopwatch:
         """The other's."""
         return self.inner.all_reduce(tensor)
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """The other's."""
-        return self.inner.to_host(tensor)
+        return self.inner.to_host(tensor, meanwhile)
 
     def agree(self, what: str, parts: Mapping[str, str]) -> None:
         """The other's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -160,10 +160,36 @@ class Communicator(Protocol):
         """Sums in place over the ranks."""
         ...
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host of what was received, or follows from it."""
+    def to_host(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+        """A copy on the host of what was received, or follows from it.
+
+        Args:
+            tensor: It.
+            meanwhile: See :func:`copied_to_host`.
+        """
         ...
 
     def agree(self, what: str, parts: Mapping[str, str]) -> None:
         """Under ``check_collectives``, compares ``parts`` over the ranks; else does nothing."""
         ...
+
+
+def copied_to_host(tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+    """A copy on the host, for which it waits.
+
+    Args:
+        tensor: What is copied.
+        meanwhile: Gives the device more to do, for which the host does not wait.
+    """
+    if tensor.device.type != "cuda":
+        if meanwhile is not None:
+            meanwhile()
+        return tensor.cpu()
+    # Pinned: into other memory the copy would not return before it is done.
+    copy, there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+    copy.copy_(tensor, non_blocking=True)
+    there.record()
+    if meanwhile is not None:
+        meanwhile()
+    there.synchronize()
+    return copy

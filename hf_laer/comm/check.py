@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -243,9 +243,9 @@ class CheckedCommunicator(ByMessages):
         self._check("all-reduce", self._purpose, self._ranks, _like(tensor, tensor.shape))
         return self._comm.all_reduce(tensor)
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """As the real one's."""
-        return self._comm.to_host(tensor)
+        return self._comm.to_host(tensor, meanwhile)
 
     def agree(self, what: str, parts: Mapping[str, Any]) -> None:
         """Compares ``parts`` over the ranks."""

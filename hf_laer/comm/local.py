@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_laer.comm.base import Picked
+from hf_laer.comm.base import Picked, copied_to_host
 from hf_laer.comm.messages import ByMessages, Message
 
 
@@ -46,9 +46,9 @@ class LocalCommunicator(ByMessages):
         """The tensor itself."""
         return tensor
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """A copy on the host."""
-        return tensor.cpu()
+        return copied_to_host(tensor, meanwhile)
 
     def agree(self, what: str, parts: Mapping[str, str]) -> None:
         """Nothing: there is nobody to differ from."""

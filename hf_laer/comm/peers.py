@@ -10,7 +10,7 @@ The places of what is told to everyone lie together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -162,9 +162,9 @@ class PeerCommunicator:
         """Sums in place over the ranks."""
         return self.inner.all_reduce(tensor)
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """A copy on the host; where a rank waits for the others."""
-        return self.inner.to_host(tensor)
+        return self.inner.to_host(tensor, meanwhile)
 
     def agree(self, what: str, parts: Mapping[str, str]) -> None:
         """Nothing: see :mod:`hf_laer.comm.check`."""

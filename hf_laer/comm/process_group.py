@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hf_laer.comm.base import Picked
+from hf_laer.comm.base import Picked, copied_to_host
 from hf_laer.comm.messages import ByMessages, Message
 from hf_laer.comm.watch import Watch, Where
 
@@ -88,10 +88,10 @@ class ProcessGroupCommunicator(ByMessages):
         start = partial(dist.all_reduce, tensor, group=self.group, async_op=True)
         return self._start(self._all_reduce, start, tensor, tensor).wait()
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
         """A copy on the host; under NCCL this is where a rank waits for the others."""
         with self.watch.waits(self._arrival, self.watch.where):
-            return tensor.cpu()
+            return copied_to_host(tensor, meanwhile)
 
     def agree(self, what: str, parts: Mapping[str, str]) -> None:
         """Nothing: see :mod:`hf_laer.comm.check`."""

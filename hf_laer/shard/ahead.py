@@ -66,14 +66,18 @@ class Want:
 
     def serves(self, other: Want) -> bool:
         """Whether slots filled for this are the first ones of ``other``."""
-        same = (self.layer, self.dtype, self.device, self.versions, self.era) == (
+        same = self.is_of(other)
+        return same and all(row[: len(mine)] == mine for mine, row in zip(self.fetched, other.fetched, strict=True))
+
+    def is_of(self, other: Want) -> bool:
+        """Whether this is of the same parameters, as they are then, for the same use."""
+        return (self.layer, self.dtype, self.device, self.versions, self.era) == (
             other.layer,
             other.dtype,
             other.device,
             other.versions,
             other.era,
         )
-        return same and all(row[: len(mine)] == mine for mine, row in zip(self.fetched, other.fetched, strict=True))
 
 
 @dataclass
@@ -113,6 +117,7 @@ class Unsharder:
         self._since: tuple[Era, Any] | None = None
         self._ahead: Coming | None = None
         self._kept: tuple[Want, dict[str, torch.Tensor]] | None = None
+        self._converted: tuple[Want, dict[str, torch.Tensor]] | None = None
 
     def expect(self, want: Want, comm: Communicator) -> None:
         """Starts on what is likely to be wanted next, if it must travel. Collective over ``comm``."""
@@ -120,6 +125,20 @@ class Unsharder:
         if is_local(want.homes, want.fetched):
             return
         self._ahead = Coming(want, [self._start(want, comm, ahead=True)])
+
+    def convert(self, want: Want) -> None:
+        """Converts a layer's own experts before its plan is known, where all plans use them where they live.
+
+        The device has nothing else to do while the host plans.
+
+        Args:
+            want: Of any table.
+        """
+        self._converted = None
+        homes = want.homes.values()
+        here = all(home.local.device == want.device for home in homes)
+        if here and all(home.layout.is_whole for home in homes) and any(home.local.dtype != want.dtype for home in homes):
+            self._converted = want, _blocks(want)
 
     def begin(self, want: Want, comm: Communicator, forward: Era | None = None) -> Coming:
         """Starts what has not been started ahead and is not in the slots still. Collective over ``comm``.
@@ -129,14 +148,16 @@ class Unsharder:
             comm: The ranks that shard the experts.
             forward: In a backward, the pass that it belongs to.
         """
+        converted, self._converted = self._converted, None
+        own = converted[1] if converted is not None and converted[0].is_of(want) else None
         if want.is_at_home:
             # Neither slots nor messages; what is in the slots stays there.
             self.drop()
-            return Coming(want, [], own=_blocks(want))
+            return Coming(want, [], own=own or _blocks(want))
         coming = self._begun(want, comm, forward)
         if want.beyond is not None:
             # Once what travels has set out, and not ahead of need: while tokens travel the device has little to do.
-            coming.own = _own(coming)
+            coming.own = own or _own(coming)
         return coming
 
     def _begun(self, want: Want, comm: Communicator, forward: Era | None) -> Coming:

@@ -167,8 +167,7 @@ def beyond_own(homes: dict[str, Home], table: SlotTable) -> SlotTable | None:
 @lru_cache(maxsize=TABLES)
 def _beyond_own(layout: Layout, table: SlotTable) -> SlotTable | None:
     own = [tuple(experts) for experts in layout.experts]
-    whole = all(len(rows) == layout.shape[1] for rows in layout.rows)
-    if not whole or any(held[: len(mine)] != mine for held, mine in zip(table, own, strict=True)):
+    if not layout.is_whole or any(held[: len(mine)] != mine for held, mine in zip(table, own, strict=True)):
         return None
     return tuple(held[len(mine) :] for held, mine in zip(table, own, strict=True))
 

@@ -41,6 +41,11 @@ class Layout:
         # Tables are looked up by it, several times in a step; it grows with the ranks.
         return hash((self.shape, self.experts, self.rows))
 
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether no expert is cut."""
+        return all(len(rows) == self.shape[1] for rows in self.rows)
+
     @classmethod
     def sharded(cls, shape: tuple[int, ...], dim: int, ranks: int) -> Layout:
         """Blocks of a parameter that is chunked along ``dim`` (0 or 1)."""

@@ -7,6 +7,7 @@ import pickle
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from hf_laer.integrations.transformers import get_engine
 from hf_laer.shard import ahead
 from hf_laer.shard.pull import Pull
 from tests.engine.cases import batch_of, compare_gradients, expected, loss_of, movement, patched, reference_gradients
-from tests.models import assert_close, tiny_model
+from tests.models import assert_close, full, tiny_model
 
 LAYERS = 3
 SETTINGS: dict[str, Any] = {"slots_per_rank": 3, "history": 1}
@@ -51,6 +52,45 @@ def counted(strategy: str, checkpointing: bool, **config: Any) -> dict[str, int]
     _held_to(expected("qwen3_moe", 2, sizes).gradients, model, 2)
     assert unsharder._ahead is None, "something is on its way for nobody"
     return found | {"spilled": movement(model)["spilled"]}
+
+
+def converted(strategy: str, **config: Any) -> list[list[str]]:
+    """Every bit as without converting early; the order in which own experts are converted and a plan is made."""
+    late, model = (
+        patched(tiny_model("mixtral", num_hidden_layers=1), strategy=strategy, compute_dtype="bfloat16", **config)
+        for _ in range(2)
+    )
+    without, engine, blocks = get_engine(late), get_engine(model), ahead._blocks
+    assert without is not None
+    assert engine is not None
+    without.unsharder.convert = lambda want: None  # type: ignore[method-assign]
+    steps: list[list[str]] = []
+    plans = engine._plans
+
+    def converting(want: ahead.Want) -> dict[str, torch.Tensor]:
+        steps[-1].append("converted")
+        return blocks(want)
+
+    def planning(*args: Any) -> Any:
+        steps[-1].append("planned")
+        return plans(*args)
+
+    engine._plans = planning  # type: ignore[method-assign]
+    for step in range(3):
+        steps.append([])
+        with mock.patch.object(ahead, "_blocks", converting):
+            got = _backward(model, step)
+        for (name, ours), theirs in zip(got.items(), _backward(late, step).values(), strict=True):
+            assert torch.equal(ours, theirs), name
+        _change(model, late)
+    return steps
+
+
+def _backward(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """Every gradient of a step."""
+    model.zero_grad()
+    loss_of(model, batch_of(dist.get_rank(), step)).backward()
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def _compared(model: nn.Module, plain: nn.Module, step: int) -> None:

@@ -28,9 +28,9 @@ def waits(strategy: str, routings: str, **config: Any) -> list[int]:
     want_block, block = (which.model.layers[0].mlp.experts for which in (plain, model))
     to_host, found = ProcessGroupCommunicator.to_host, []
 
-    def counting(comm: ProcessGroupCommunicator, tensor: torch.Tensor) -> torch.Tensor:
+    def counting(comm: ProcessGroupCommunicator, *told: Any) -> torch.Tensor:
         found[-1] += 1
-        return to_host(comm, tensor)
+        return to_host(comm, *told)
 
     for step, routing in enumerate(routings):
         found.append(0)

@@ -79,3 +79,16 @@ def test_what_was_not_foreseen(ranks, how: str, homes: str, peer_memory: bool) -
 def test_without_prefetch(ranks) -> None:
     counted = ranks(3).run(cases_ahead.counted, strategy="fsep+llep:sharded", checkpointing=False, prefetch=False)[0]
     assert counted["ahead"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["ep", "llep", "fsep+llep:whole"])
+def test_own_experts_are_converted_while_the_host_plans(ranks, strategy: str) -> None:
+    """Once for the forward, before the plan is known, and once for the backward."""
+    settings = {"slots_per_rank": 5} if strategy == "fsep+llep:whole" else {}
+    want = [["converted", "planned", "converted"]] * 3
+    assert ranks(2).run(cases_ahead.converted, strategy=strategy, **settings) == [want] * 2
+
+
+def test_experts_that_are_cut_are_not(ranks) -> None:
+    found = ranks(2).run(cases_ahead.converted, strategy="fsep", slots_per_rank=4)
+    assert found == [[["planned"]] * 3] * 2
