@@ -405,6 +405,14 @@ def home_bytes(sizes: LayerSizes, layers: int) -> int:
     return each * (3 if sizes.gated else 2) * sizes.hidden * sizes.intermediate * sizes.experts * layers
 
 
+def unsharded_bytes(sizes: LayerSizes, config: LaerConfig, ranks: int) -> int:
+    """Of the experts that a rank holds in compute dtype between a layer's forward and its backward."""
+    held = sizes.experts if config.strategy == "fsdp" else -(-sizes.experts // ranks)
+    if config.strategy in ("fsep", UNION):
+        held = config.slots_for(sizes.experts, config.group_size or ranks)
+    return (3 if sizes.gated else 2) * sizes.hidden * sizes.intermediate * sizes.value_bytes * held
+
+
 def ranks_that_hold(sizes: LayerSizes, profile: Profile, layers: int) -> int:
     """Ranks whose memory the homes of all experts take, with nothing else in it but what ``ROOM`` leaves."""
     return math.ceil(home_bytes(sizes, layers) / (ROOM * profile.memory_bytes))
@@ -439,6 +447,8 @@ def _alternative(
     seconds = sum(max(host, sum(part[:3])) for part in parts) / len(found)
     peak = max(float(one.peak_bytes.max()) for one in found)
     home = home_bytes(sizes, layers) / ranks
+    if config.reshard_after_forward is False:
+        home += unsharded_bytes(sizes, config, ranks) * (layers - 1)
     fits = profile.memory_bytes == 0 or home + peak <= ROOM * profile.memory_bytes
     return Alternative(strategy, config, seconds, compute, tokens, weights, hidden, peak, fits)
 

@@ -70,6 +70,9 @@ class LaerConfig:
         prefetch: Experts whose need is known ahead travel while the layer before computes, which holds one more layer's
             unsharded experts in memory. So do FSDP's parameters of the next decoder layer in forward, as by default,
             but asked for before the host waits for this layer's loads.
+        reshard_after_forward: ``False`` keeps what a layer's forward unsharded until its backward, so that experts travel,
+            and are converted, once in a step and not twice; each layer then has slots of its own, in the memory of the
+            whole step. ``None`` follows FSDP's setting of that name, or is ``True``.
         peer_memory: Ranks of one host write tokens into each other's memory (up to 8 ranks, all of which share the
             experts), and fetch experts that are cut over all of them (``fsep``, ``fsep+llep``, ``fsdp``) from it by
             copy engines, where few and large enough. It costs each rank the memory of its part of one layer, and of two
@@ -103,6 +106,7 @@ class LaerConfig:
     reduce_dtype: str | None = None
     max_rows_per_rank: int | None = None
     prefetch: bool = True
+    reshard_after_forward: bool | None = None
     peer_memory: bool | None = None
     recompute: str = "layer"
     check_collectives: bool = False
@@ -115,8 +119,9 @@ class LaerConfig:
         _one_of("recompute", self.recompute, RECOMPUTE)
         _one_of("forecast", self.forecast, FORECASTS)
         _flag("prefetch", self.prefetch)
-        if self.peer_memory is not None:
-            _flag("peer_memory", self.peer_memory)
+        for name in ("peer_memory", "reshard_after_forward"):
+            if getattr(self, name) is not None:
+                _flag(name, getattr(self, name))
         _at_least("capacity_factor", self.capacity_factor, 1.0)
         if self.imbalance_threshold is not None:
             _at_least("imbalance_threshold", self.imbalance_threshold, 1.0)

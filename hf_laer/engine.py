@@ -131,6 +131,7 @@ class Engine:
         leave: Collection[str] = (),
         looped: Collection[str] = (),
         checkpointed: bool = False,
+        reshard_after_forward: bool = True,
     ) -> list[MoELayer]:
         """Settles how each layer runs, before anything is sharded. Collective over the world.
 
@@ -141,6 +142,7 @@ class Engine:
             leave: Layers that may be left to FSDP2, which is about to shard the model.
             looped: Those whose own implementation runs expert by expert.
             checkpointed: Whether layers are recomputed in backward.
+            reshard_after_forward: See :meth:`attach`.
 
         Returns:
             The layers that are left to FSDP2 and no longer the engine's.
@@ -165,7 +167,10 @@ class Engine:
             sizes = {name: layer.sizes(*dtypes, recompute, name in looped) for name, layer in self.layers.items()}
             world = mesh.size(mesh.ndim - 1), self.ranks_per_node
             tokens, log = self.expected_tokens, dist.get_rank() == 0
-            self.choices = choose(self.config, sizes, self.profile, *world, tokens, log, leave)
+            config = self.config
+            if config.reshard_after_forward is None and not reshard_after_forward:
+                config = replace(config, reshard_after_forward=False)
+            self.choices = choose(config, sizes, self.profile, *world, tokens, log, leave)
         left = [layer for name, layer in self.layers.items() if self.choices[name].config is None]
         for layer in left:
             del self.layers[layer.name]
@@ -211,6 +216,7 @@ class Engine:
         master_dtype: torch.dtype | None = None,
         src_rank: int | None = None,
         offload: bool = False,
+        reshard_after_forward: bool = True,
     ) -> None:
         """Shards detached parameters on ``mesh`` and puts them back under their names. Collective over the world.
 
@@ -222,6 +228,7 @@ class Engine:
             master_dtype: Trained parameters are cast to it before they are sharded.
             src_rank: The only rank that has the values; ``None`` if all have.
             offload: Homes live on the host.
+            reshard_after_forward: FSDP's, used where the config names none.
 
         Raises:
             ValueError: The mesh and ``group_size`` or ``slots_per_rank`` do not go together.
@@ -239,6 +246,8 @@ class Engine:
             self.restore(detached)
             raise
         self._groups, self.mesh = groups, mesh
+        asked = self.config.reshard_after_forward
+        self.unsharder.keeps = not (reshard_after_forward if asked is None else asked)
         node = self.comms.node
         self.unsharder.nodes = Nodes(self.ranks_per_node, node) if node is not None else None
         self.compute_dtype = self.compute_dtype or compute_dtype

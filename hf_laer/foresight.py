@@ -78,14 +78,22 @@ class Foresight:
             table = self._foreseen(layers[name])
             self.send(None if table is None else (name, table), dtype, device, era)
 
-    def send(self, what: tuple[str, SlotTable] | None, dtype: torch.dtype, device: torch.device, era: Era) -> None:
-        """Sends for a layer's experts ahead of time."""
+    def send(
+        self,
+        what: tuple[str, SlotTable] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        era: Era,
+        forward: Era | None = None,
+    ) -> None:
+        """Sends for a layer's experts ahead of time, in a backward unless they are here since ``forward``."""
         engine = self._engine
         if what is not None and engine.config.prefetch:
             name, table = what
             where = engine.watch.where
             with engine.watch.at(replace(where, layer=name, phase=f"{where.phase}, ahead")):
-                engine.unsharder.expect(engine.layers[name].want(table, dtype, device, era), engine.comms.weights)
+                want = engine.layers[name].want(table, dtype, device, era)
+                engine.unsharder.expect(want, engine.comms.weights, forward)
 
     def due(self, layer: MoELayer) -> list[MoELayer]:
         """The layers whose layouts ranks are to agree on along with this layer's loads.

@@ -309,11 +309,13 @@ class MoELayer:
             terms,
             not retained,
             rows_known,
-            partial(self.engine.foresight.send, run.before, dtype, rows.device, era),
+            partial(self.engine.foresight.send, run.before, dtype, rows.device, era, run.era),
         )
         if up is not None and not retained:
             # Its gradient stands there, done with; autograd would hold it while the weights' gradients are packed.
             up.untyped_storage().resize_(0)
+        if not retained:
+            self.engine.unsharder.release(self.name)
         self._send_home(run, grads.weights, share)
         ((combining, grad_gates),) = gone
         grad_hidden = combining.finish(dtype, 1 / share)

@@ -48,6 +48,9 @@ class LaerArguments:
     reduce_dtype: str | None = field(default=None, metadata={"help": "In which weight gradients travel."})
     max_rows_per_rank: int | None = field(default=None, metadata={"help": "Bounds the activations' memory."})
     prefetch: bool | None = field(default=None, metadata={"help": "Experts travel ahead of their layer."})
+    reshard_after_forward: bool | None = field(
+        default=None, metadata={"help": "false: experts stay until their layer's backward; none: as FSDP is told."}
+    )
     peer_memory: bool | None = field(
         default=None, metadata={"help": "Tokens and experts by peers' memory; none: where GPUs reach it."}
     )

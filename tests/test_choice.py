@@ -115,6 +115,18 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     assert all(one.fits for one in alternatives(G128, H200, 8, 8, AUTO, tokens=8192))
 
 
+def test_experts_that_stay_take_memory_in_every_layer() -> None:
+    """Two experts in each of 32 layers, 20 GiB: they fit one by one beside 84 GiB of homes, not all at once."""
+    kept = dataclasses.replace(AUTO, reshard_after_forward=False)
+    tight = dataclasses.replace(H200, memory_bytes=120 * 2**30)
+    (for_a_while,), (all_along,) = (
+        alternatives(M8, tight, 8, 8, config, layers=32, strategies=["fsep"]) for config in (AUTO, kept)
+    )
+    assert for_a_while.fits
+    assert not all_along.fits
+    assert all_along.seconds == for_a_while.seconds
+
+
 def test_layers_of_different_sizes_are_chosen_for_apart() -> None:
     config = LaerConfig(strategy="auto", tokens_per_rank=65536, history=3)
     chosen = choose(config, {"a": SMALL, "b": G128, "c": SMALL}, H200, 2, 2)

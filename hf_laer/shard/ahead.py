@@ -1,14 +1,15 @@
 """Unsharding ahead of need: what the next layer will want travels while this one computes.
 
-One thing at a time is on its way, and one is kept in the slots. Both are told apart by layer, slot table, the
-parameters' versions and the pass, which change alike on all ranks: so every rank starts, uses and drops the same.
+One thing at a time is on its way, and one is kept in the slots, or one of each layer. They are told apart by layer, slot
+table, the parameters' versions and the pass, which change alike on all ranks: so every rank starts, uses and drops the
+same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,32 +98,52 @@ class Coming:
     own: dict[str, torch.Tensor] | None = None
 
 
+class Kept(NamedTuple):
+    """A layer's weights that are here still.
+
+    Args:
+        want: What they are.
+        slots: Name to this rank's slots; none where nothing was fetched.
+        own: Name to its own experts, where they stay from forward to backward.
+    """
+
+    want: Want
+    slots: dict[str, torch.Tensor]
+    own: dict[str, torch.Tensor] | None
+
+
 class Unsharder:
     """Brings experts to this rank's slots, ahead of time where the next need is known.
 
     Args:
-        pool: Where the slots are; they hold until the next :meth:`finish`.
+        pool: Where the slots are; they hold until the next :meth:`finish`, of the same layer where it keeps them.
 
     Attributes:
         nodes: Of the ranks over which homes are sharded, where there are several.
         arena: Memory of these ranks that each can read, if they can.
+        keeps: Whether each layer has slots of its own, which stay from its forward to its backward.
     """
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self.nodes: Nodes | None = None
         self.arena: Arena | None = None
+        self.keeps = False
         # Of the sets that pulls fill, the one in use; and when it came to be, in which era.
         self._side = 0
         self._since: tuple[Era, Any] | None = None
         self._ahead: Coming | None = None
-        self._kept: tuple[Want, dict[str, torch.Tensor]] | None = None
+        # By layer.
+        self._kept: dict[str, Kept] = {}
         self._converted: tuple[Want, dict[str, torch.Tensor]] | None = None
 
-    def expect(self, want: Want, comm: Communicator) -> None:
-        """Starts on what is likely to be wanted next, if it must travel. Collective over ``comm``."""
+    def expect(self, want: Want, comm: Communicator, forward: Era | None = None) -> None:
+        """Starts on what is likely to be wanted next, if it must travel. Collective over ``comm``.
+
+        For arguments see :meth:`begin`.
+        """
         self.drop()
-        if is_local(want.homes, want.fetched):
+        if is_local(want.homes, want.fetched) or self._kept_of(want, forward) is not None:
             return
         self._ahead = Coming(want, [self._start(want, comm, ahead=True)])
 
@@ -150,19 +171,20 @@ class Unsharder:
         """
         converted, self._converted = self._converted, None
         own = converted[1] if converted is not None and converted[0].is_of(want) else None
+        kept = self._kept_of(want, forward)
+        if kept is not None and kept.own is not None:
+            own = kept.own
         if want.is_at_home:
             # Neither slots nor messages; what is in the slots stays there.
             self.drop()
             return Coming(want, [], own=own or _blocks(want))
-        coming = self._begun(want, comm, forward)
+        coming = Coming(want, []) if kept is not None else self._begun(want, comm)
         if want.beyond is not None:
             # Once what travels has set out, and not ahead of need: while tokens travel the device has little to do.
             coming.own = own or _own(coming)
         return coming
 
-    def _begun(self, want: Want, comm: Communicator, forward: Era | None) -> Coming:
-        if self._is_kept(want, forward):
-            return Coming(want, [])
+    def _begun(self, want: Want, comm: Communicator) -> Coming:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.want.serves(want):
             rest = tuple(row[len(mine) :] for mine, row in zip(ahead.want.fetched, want.fetched, strict=True))
@@ -190,8 +212,11 @@ class Unsharder:
         return 0 < staged_bytes(want.homes, slots, ranks, want.dtype) <= arena.nbytes
 
     def _pull(self, want: Want, table: SlotTable, comm: Communicator, arena: Arena, ahead: bool) -> Pull:
+        if self.keeps:
+            # They are written to from here on.
+            self._kept.pop(want.layer, None)
         keep = len(want.fetched[comm.rank]) - len(table[comm.rank])
-        slots = self._room(want, comm.rank, keep, 1 - self._side)
+        slots = self._room(want, comm.rank, keep, self._set(want, 1 - self._side))
         since = self._since
         # Without a mark of this era, or in a new buffer, they may have been in use until now.
         after = since[1] if ahead and since is not None and since[0] == want.era else arena.mark()
@@ -202,21 +227,22 @@ class Unsharder:
 
         As :func:`~hf_laer.shard.exchange.stacks_of` says it.
         """
-        want = coming.want
+        want, own = coming.want, coming.own if self.keeps else None
         if want.is_at_home:
+            if own is not None:
+                self._kept[want.layer] = Kept(want, {}, own)
             return {name: (block,) for name, block in (coming.own or _blocks(want)).items()}
         if not coming.parts:
-            assert self._kept is not None
-            slots = self._kept[1]
+            slots = self._kept[want.layer].slots
         else:
             slots = self._filled(coming)
-            self._kept = want, slots
+            self._kept[want.layer] = Kept(want, slots, own)
         if self.arena is not None:
             self._since = want.era, self.arena.mark()
         if want.beyond is None:
             return {name: (stack,) for name, stack in slots.items()}
-        own = coming.own or _own(coming)
-        return {name: (own[name], slots[name]) if len(slots[name]) else (own[name],) for name in want.homes}
+        mine = coming.own or _own(coming)
+        return {name: (mine[name], slots[name]) if len(slots[name]) else (mine[name],) for name in want.homes}
 
     def settle(self, layer: str, era: Era) -> None:
         """Puts what was sent ahead for a layer into its slots, before its plan is known.
@@ -235,35 +261,50 @@ class Unsharder:
         ahead, self._ahead = self._ahead, None
         _wait(ahead)
 
-    def _is_kept(self, want: Want, forward: Era | None) -> bool:
-        """Whether the slots still hold it, which is asked only in a backward.
+    def release(self, layer: str) -> None:
+        """After a layer's backward: lets its own experts go. Slots stay for the next pass."""
+        kept = self._kept.get(layer)
+        if kept is not None and kept.own is not None:
+            self._kept[layer] = kept._replace(own=None)
+            if kept.want.is_at_home:
+                del self._kept[layer]
 
-        They may come from a recompute, or from the forward of a pass's last layer, whose backward is the first.
-        Elsewhere, and in another pass (an evaluation of averaged weights), a parameter may have been changed through
-        ``.data``, which nothing counts.
+    def _kept_of(self, want: Want, forward: Era | None) -> Kept | None:
+        """What is here of it still, which is asked only in a backward.
+
+        It may come from a recompute, from the forward of a pass's last layer, whose backward is the first, or from its
+        own forward, if layers keep theirs. Elsewhere, and in another pass (an evaluation of averaged weights), a
+        parameter may have been changed through ``.data``, which nothing counts.
         """
-        if self._kept is None or want.era[0] != "backward":
-            return False
-        kept = self._kept[0]
-        if kept.era == forward:
-            want = replace(want, era=kept.era)
-        return kept.serves(want) and want.serves(kept)
+        kept = self._kept.get(want.layer)
+        if kept is None or want.era[0] != "backward":
+            return None
+        if kept.want.era == forward:
+            want = replace(want, era=kept.want.era)
+        return kept if kept.want.serves(want) and want.serves(kept.want) else None
+
+    def _set(self, want: Want, shared: int) -> int | str:
+        """The set of slots for it."""
+        return want.layer if self.keeps else shared
 
     def _filled(self, coming: Coming) -> dict[str, torch.Tensor]:
         # Nothing may keep the pool's buffers from being replaced by larger ones.
-        self._kept = None
-        rank, done = coming.parts[0].comm.rank, coming.parts[: coming.filled]
+        self._kept.pop(coming.want.layer, None)
+        if not self.keeps:
+            self._kept.clear()
+        rank, want, done = coming.parts[0].comm.rank, coming.want, coming.parts[: coming.filled]
         if isinstance(coming.parts[0], Pull):
             self._side = 1 - self._side
-            slots = self._room(coming.want, rank, len(coming.want.fetched[rank]), self._side)
+            slots = self._room(want, rank, len(want.fetched[rank]), self._set(want, self._side))
         else:
-            slots = self._room(coming.want, rank, sum(len(part.table[rank]) for part in done), _OF_MESSAGES)
+            keep = sum(len(part.table[rank]) for part in done)
+            slots = self._room(want, rank, keep, self._set(want, _OF_MESSAGES))
         for part in coming.parts[coming.filled :]:
             part.fill(slots)
         coming.filled = len(coming.parts)
         return slots
 
-    def _room(self, want: Want, rank: int, keep: int, which: int) -> dict[str, torch.Tensor]:
+    def _room(self, want: Want, rank: int, keep: int, which: int | str) -> dict[str, torch.Tensor]:
         """The pool's slots for what must be fetched; the first ``keep`` of them as they are."""
         count, kind = len(want.fetched[rank]), (want.dtype, want.device)
         shapes = {name: (count, *home.layout.shape[1:]) for name, home in want.homes.items()}

@@ -1,4 +1,4 @@
-"""The slot pool: room for unsharded experts, shared by all layers of an engine."""
+"""The slot pool: room for unsharded experts, shared by all layers of an engine, or each layer's own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 class SlotPool:
     """One growing buffer per parameter name, dtype, device and set of slots.
 
-    Slots are valid until the next layer takes its own: nothing may keep them, backward unshards again. The pool's
-    size is the largest layer's slots, whatever the number of layers.
+    Slots are valid until their set is taken again. Where all layers share their sets nothing may keep them, and the
+    pool's size is the largest layer's slots, whatever the number of layers.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype, torch.device, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device, int | str], torch.Tensor] = {}
 
     def take(
         self,
@@ -24,7 +24,7 @@ class SlotPool:
         dtype: torch.dtype,
         device: torch.device,
         keep: int = 0,
-        which: int = 0,
+        which: int | str = 0,
     ) -> torch.Tensor:
         """A tensor of ``shape`` in a buffer for ``name``: its first ``keep`` slots as they were, no others.
 
@@ -49,7 +49,9 @@ class SlotPool:
                 buffer[: len(kept)].copy_(kept)
         return (buffer if buffer.numel() == numel else buffer[:numel]).view(shape)
 
-    def has(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, which: int = 0) -> bool:
+    def has(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, which: int | str = 0
+    ) -> bool:
         """Whether :meth:`take` would make no new buffer."""
         buffer = self._buffers.get((name, dtype, device, which))
         return buffer is not None and buffer.numel() >= math.prod(shape)

@@ -91,6 +91,7 @@ def prepare_model(original: upstream.Function, accelerator: Accelerator, model: 
             leave=leavable(plugin, model, engine),
             looped=looped_layers(engine),
             checkpointed=is_checkpointed(plugin, model),
+            reshard_after_forward=arguments["reshard_after_forward"],
         )
         with _left_alone(model, engine, left):
             model = _shard_around(engine, lambda: _sharded(original, accelerator, model), **arguments)
@@ -119,7 +120,7 @@ def leavable(plugin: Any, model: nn.Module, engine: Engine) -> set[str]:
     """The layers that ``auto`` may leave to FSDP2, which then does to them all that the config and the plugin ask for.
 
     None where loads are recorded; where the config sets what only the engine does (``max_rows_per_rank``,
-    ``compute_dtype``, ``reduce_dtype``); or where FSDP2 would hold more than two layers' experts at a time: decoder
+    ``compute_dtype``, ``reduce_dtype``, and ``reshard_after_forward``, if not the plugin's); or where FSDP2 would hold more than two layers' experts at a time: decoder
     layers are no units, or stay unsharded after forward. And none with adapted experts: PEFT adds whole stacks there.
     """
     config = engine.config
@@ -127,6 +128,7 @@ def leavable(plugin: Any, model: nn.Module, engine: Engine) -> set[str]:
         return set()
     bound = (config.max_rows_per_rank, config.compute_dtype, config.reduce_dtype) != (None, None, None)
     policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    bound = bound or config.reshard_after_forward not in (None, plugin.reshard_after_forward)
     if bound or policy is not transformer_auto_wrap_policy or not plugin.reshard_after_forward:
         return set()
     adapted = {wrapper.get_base_layer() for wrapper in adapted_experts(model).values()}
@@ -173,7 +175,8 @@ def attach_arguments(accelerator: Accelerator, model: nn.Module, engine: Engine)
     """How the plugin shards, said in the words of ``Engine.attach``.
 
     Returns:
-        ``mesh``, ``compute_dtype``, ``reduce_dtype``, ``master_dtype``, ``src_rank`` and ``offload``.
+        ``mesh``, ``compute_dtype``, ``reduce_dtype``, ``master_dtype``, ``src_rank``, ``offload`` and
+        ``reshard_after_forward``.
 
     Raises:
         ValueError: Offload is on, and the process group has no back end for tensors on the CPU.
@@ -192,6 +195,7 @@ def attach_arguments(accelerator: Accelerator, model: nn.Module, engine: Engine)
         "master_dtype": torch.float32 if accelerator.mixed_precision != "no" and in_full else None,
         "src_rank": 0 if plugin.cpu_ram_efficient_loading and in_full else None,
         "offload": offload,
+        "reshard_after_forward": bool(plugin.reshard_after_forward),
     }
 
 

@@ -104,10 +104,10 @@ def _held_to(want: dict[str, torch.Tensor], model: nn.Module, step: int) -> None
     compare_gradients(model, want)
 
 
-def unforeseen(how: str, homes: str, peer_memory: bool) -> None:
+def unforeseen(how: str, homes: str, **config: Any) -> None:
     """What was sent ahead and is not wanted, or is no longer right, is not used."""
     plain, model = (tiny_model("mixtral", num_hidden_layers=LAYERS) for _ in range(2))
-    settings = {**SETTINGS, "slots_per_rank": 4 + (homes == "whole"), "peer_memory": peer_memory}
+    settings = {**SETTINGS, "slots_per_rank": 4 + (homes == "whole"), "peer_memory": False, **config}
     patched(model, strategy=f"fsep+llep:{homes}", **settings)
     for step in range(2):
         _compared(model, plain, step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hf_laer.passes import Passes
@@ -52,10 +54,30 @@ def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpo
     assert (first["spilled"] > 0) == ("llep" in strategy)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize(
-    ("homes", "peer_memory"),
-    [("sharded", False), ("sharded", True), ("whole", False)],
-    ids=["messages", "memory", "whole"],
+    ("strategy", "peer_memory"),
+    [("llep", False), ("fsep+llep:whole", False), ("fsep", False), ("fsep+llep:sharded", True), ("fsdp", True)],
+)
+def test_stays_until_backward(ranks, strategy: str, peer_memory: bool, checkpointing: bool) -> None:
+    """Weights set out once in a step, before their layer where the need is known; nothing does in backward."""
+    settings = {"strategy": strategy, "peer_memory": peer_memory, "checkpointing": checkpointing}
+    (first, *others) = ranks(3).run(cases_ahead.counted, reshard_after_forward=False, **settings)
+    assert all(other == first for other in others)
+    assert first["whole"] == first["layers"]
+    assert first["ahead"] == (0 if strategy == "llep" else first["layers"])
+
+
+@pytest.mark.parametrize(
+    ("homes", "settings"),
+    [
+        ("sharded", {}),
+        ("sharded", {"peer_memory": True}),
+        ("whole", {}),
+        ("sharded", {"peer_memory": True, "reshard_after_forward": False}),
+        ("whole", {"reshard_after_forward": False}),
+    ],
+    ids=["messages", "memory", "whole", "memory, kept", "whole, kept"],
 )
 @pytest.mark.parametrize(
     "how",
@@ -72,8 +94,8 @@ def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpo
         "in flight",
     ],
 )
-def test_what_was_not_foreseen(ranks, how: str, homes: str, peer_memory: bool) -> None:
-    ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes, peer_memory=peer_memory)
+def test_what_was_not_foreseen(ranks, how: str, homes: str, settings: dict[str, Any]) -> None:
+    ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes, **settings)
 
 
 def test_without_prefetch(ranks) -> None:
@@ -86,6 +108,9 @@ def test_own_experts_are_converted_while_the_host_plans(ranks, strategy: str) ->
     """Once for the forward, before the plan is known, and once for the backward."""
     settings = {"slots_per_rank": 5} if strategy == "fsep+llep:whole" else {}
     want = [["converted", "planned", "converted"]] * 3
+    assert ranks(2).run(cases_ahead.converted, strategy=strategy, **settings) == [want] * 2
+    settings["reshard_after_forward"] = False
+    want = [["converted", "planned"]] * 3
     assert ranks(2).run(cases_ahead.converted, strategy=strategy, **settings) == [want] * 2
 
 

@@ -59,6 +59,7 @@ def loop(family: str, strategy: str, plugin: dict[str, Any] | None = None, steps
         engine = get_engine(run.model)
     rig.assert_same(ours, theirs)
     assert engine is not None
+    assert engine.unsharder.keeps == (not made.reshard_after_forward)
     return counted(engine.recorder.drain())
 
 

@@ -70,6 +70,11 @@ def test_optimizers(ranks, how: str) -> None:
     check(ranks, cases.loop, "fsep", family="qwen3_moe", optimizer={how: True}, steps=5)
 
 
+@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+def test_experts_stay_where_fsdp_does_not_reshard(ranks, strategy: str) -> None:
+    check(ranks, cases.loop, strategy, family="qwen3_moe", plugin={"reshard_after_forward": False}, steps=5)
+
+
 def test_cpu_offload_on_cpus(ranks) -> None:
     plugin = {"cpu_offload": CPUOffloadPolicy(pin_memory=False)}  # pinning needs a GPU
     check(ranks, cases.loop, "fsep", family="qwen3_moe", plugin=plugin, steps=5)
