@@ -70,9 +70,9 @@ class LaerConfig:
         prefetch: Experts whose need is known ahead travel while the layer before computes, which holds one more layer's
             unsharded experts in memory. So do FSDP's parameters of the next decoder layer in forward, as by default,
             but asked for before the host waits for this layer's loads.
-        reshard_after_forward: ``False`` keeps what a layer's forward unsharded until its backward, so that experts travel,
-            and are converted, once in a step and not twice; each layer then has slots of its own, in the memory of the
-            whole step. ``None`` follows FSDP's setting of that name, or is ``True``.
+        reshard_after_forward: ``False`` keeps what a layer's forward unsharded until its backward: experts travel, and
+            are converted, once in a step and not twice, and each layer has slots of its own. ``None`` follows FSDP's
+            setting of that name, or is ``True``.
         peer_memory: Ranks of one host write tokens into each other's memory (up to 8 ranks, all of which share the
             experts), and fetch experts that are cut over all of them (``fsep``, ``fsep+llep``, ``fsdp``) from it by
             copy engines, where few and large enough. It costs each rank the memory of its part of one layer, and of two

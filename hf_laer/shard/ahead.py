@@ -1,8 +1,8 @@
 """Unsharding ahead of need: what the next layer will want travels while this one computes.
 
-One thing at a time is on its way, and one is kept in the slots, or one of each layer. They are told apart by layer, slot
-table, the parameters' versions and the pass, which change alike on all ranks: so every rank starts, uses and drops the
-same.
+One thing at a time is on its way, and one is kept in the slots, or one of each layer. They are told apart by layer,
+slot table, the parameters' versions and the pass, which change alike on all ranks: so every rank starts, uses and drops
+the same.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Unsharder:
         """
         self._converted = None
         homes = want.homes.values()
-        here = all(home.local.device == want.device for home in homes)
-        if here and all(home.layout.is_whole for home in homes) and any(home.local.dtype != want.dtype for home in homes):
+        whole_and_here = all(home.layout.is_whole and home.local.device == want.device for home in homes)
+        if whole_and_here and any(home.local.dtype != want.dtype for home in homes):
             self._converted = want, _blocks(want)
 
     def begin(self, want: Want, comm: Communicator, forward: Era | None = None) -> Coming:

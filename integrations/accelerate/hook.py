@@ -120,8 +120,9 @@ def leavable(plugin: Any, model: nn.Module, engine: Engine) -> set[str]:
     """The layers that ``auto`` may leave to FSDP2, which then does to them all that the config and the plugin ask for.
 
     None where loads are recorded; where the config sets what only the engine does (``max_rows_per_rank``,
-    ``compute_dtype``, ``reduce_dtype``, and ``reshard_after_forward``, if not the plugin's); or where FSDP2 would hold more than two layers' experts at a time: decoder
-    layers are no units, or stay unsharded after forward. And none with adapted experts: PEFT adds whole stacks there.
+    ``compute_dtype``, ``reduce_dtype``; ``reshard_after_forward``, if not the plugin's); or where FSDP2 would hold more
+    than two layers' experts at a time: decoder layers are no units, or stay unsharded after forward. And none with
+    adapted experts: PEFT adds whole stacks there.
     """
     config = engine.config
     if engine.recorded or engine.watcher is not None:

@@ -37,6 +37,7 @@ def configs(draw: Any, shards: int, experts: int) -> dict[str, Any]:
         "ranks_per_node": draw(st.sampled_from((1, 2, 4))),
         "peer_memory": draw(st.booleans()),
         "prefetch": draw(st.sampled_from((True, True, False))),
+        "reshard_after_forward": draw(st.sampled_from((None, True, False, False))),
         "max_rows_per_rank": draw(st.sampled_from((None, None, 1, 7))),
     }
     if strategy.startswith("fsep"):
