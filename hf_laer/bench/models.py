@@ -107,6 +107,7 @@ class Job:
         checkpointing: Activation checkpointing, for all contenders.
         attention: Transformers' attention implementation; ``None`` leaves the choice to the model.
         laer: Settings of ``LaerConfig`` beside the strategy.
+        reshard: FSDP's ``reshard_after_forward``, of all contenders but Transformers' own.
     """
 
     model: str
@@ -117,6 +118,7 @@ class Job:
     checkpointing: bool
     attention: str | None
     laer: dict[str, Any]
+    reshard: bool = True
 
 
 def asked(name: str) -> tuple[str, str | None]:

@@ -25,7 +25,7 @@ from hf_laer.comm.base import Communicator
 from hf_laer.config import FSDP2, STRATEGIES, LaerConfig
 from hf_laer.engine import Engine
 from hf_laer.profile import Profile
-from hf_laer.shard.ahead import Coming, Era, Unsharder, Want
+from hf_laer.shard.ahead import Coming, Era, Kept, Unsharder, Want
 
 CONTENDERS = (*STRATEGIES, FSDP2)
 # The stack without its experts, and the products of one layer alone: measured in every run.
@@ -132,20 +132,20 @@ class MeasuredUnsharder(Unsharder):
 
     def __init__(self, unsharder: Unsharder) -> None:
         super().__init__(unsharder._pool)
-        self.nodes, self.arena = unsharder.nodes, unsharder.arena
+        self.nodes, self.arena, self.keeps = unsharder.nodes, unsharder.arena, unsharder.keeps
         self.stubbed = False
         self.wants: dict[str, Want] = {}
         self._calls = 0
 
-    def expect(self, want: Want, comm: Communicator) -> None:
+    def expect(self, want: Want, comm: Communicator, forward: Era | None = None) -> None:
         if not self.stubbed:
-            super().expect(want, comm)
+            super().expect(want, comm, forward)
 
     def begin(self, want: Want, comm: Communicator, forward: Era | None = None) -> Coming:
         self.wants[want.layer] = want
         if not self.stubbed:
             return super().begin(want, comm, forward)
-        self._kept = want, self._room(want, comm.rank, 0, self._side)
+        self._kept[want.layer] = Kept(want, self._room(want, comm.rank, 0, self._set(want, self._side)), None)
         return Coming(want, [])
 
     def alone(self, want: Want, comm: Communicator) -> None:
@@ -190,7 +190,7 @@ class StackBench:
         device: This rank's.
         dtype: Of weights and tokens.
         profile: By which spilling is weighed; ``None`` means what is shipped for the device.
-        settings: Of ``LaerConfig``, beside the strategy.
+        settings: Of ``LaerConfig``, beside the strategy; ``reshard_after_forward`` is FSDP's for all contenders.
 
     Raises:
         ValueError: ``length`` does not divide the tokens.
@@ -249,8 +249,9 @@ class StackBench:
         unsharder.stubbed = True
         stubbed_ms, _ = timed(partial(made.step, batch), self.device, iterations)
         unsharder.stubbed = False
-        # The last layer's serves its forward and its backward.
-        hidden = 1 - (one.step_ms - stubbed_ms) / ((2 * self.shape.layers - 1) * unshard_ms)
+        # The last layer's serves its forward and its backward, or every layer's does.
+        unshards = self.shape.layers if unsharder.keeps else 2 * self.shape.layers - 1
+        hidden = 1 - (one.step_ms - stubbed_ms) / (unshards * unshard_ms)
         return replace(one, unshard_ms=unshard_ms, unshard_gb_s=sent.item() / unshard_ms / 1e6, hidden=hidden)
 
     def _made(self, contender: str) -> _Made:
@@ -285,6 +286,8 @@ class StackBench:
         return _Made(stack, list(stack.parameters()), engine, engine.unsharder)
 
     def _shard(self, stack: Stack) -> list[FSDPModule]:
-        layers = [fully_shard(block, mesh=self._mesh) for block in stack.blocks]
+        how: dict[str, Any] = {"mesh": self._mesh}
+        how["reshard_after_forward"] = self._settings.get("reshard_after_forward", True)
+        layers = [fully_shard(block, **how) for block in stack.blocks]
         fully_shard(stack, mesh=self._mesh)
         return [layer for layer in layers if isinstance(layer, FSDPModule)]

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from hf_laer.bench.models import CONTENDERS, MODELS, NATIVE, REST, Job
 from hf_laer.bench.routing import KNOWN
+from hf_laer.cli.layer_shape import add_reshard_argument
 from hf_laer.cli.ranks import joined, write_figures
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", help="Transformers' attention implementation, for all")
     parser.add_argument("--profile", help="of hf-laer tune; auto and spilling go by it")
     parser.add_argument("--slots-per-rank", type=int, help="of strategies that re-lay out")
+    add_reshard_argument(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -79,9 +81,8 @@ def _job(args: argparse.Namespace) -> Job:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     given = {"slots_per_rank": args.slots_per_rank, "profile": args.profile}
     laer = {name: value for name, value in given.items() if value is not None}
-    return Job(
-        args.model, args.num_layers, args.rows, args.length, args.steps, args.checkpointing, args.attention, laer
-    )
+    sizes = args.num_layers, args.rows, args.length, args.steps
+    return Job(args.model, *sizes, args.checkpointing, args.attention, laer, args.reshard_after_forward)
 
 
 def _table(job: Job, rows: list[Trained], device: torch.device) -> Table:

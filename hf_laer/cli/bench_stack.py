@@ -13,7 +13,7 @@ from rich.table import Table
 
 from hf_laer.bench.layer import LayerShape
 from hf_laer.bench.stack import ATTENTION, CONTENDERS, GEMM, StackBench, StackMeasured
-from hf_laer.cli.layer_shape import add_shape_arguments, shape_of
+from hf_laer.cli.layer_shape import add_reshard_argument, add_shape_arguments, shape_of
 from hf_laer.cli.ranks import joined, write_figures
 from hf_laer.profile import read_profile
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens per sequence (default 4096)")
     parser.add_argument("--contenders", default="fsep,llep,fsep+llep,fsdp2", help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--slots-per-rank", type=int, help="of strategies that re-lay out")
+    add_reshard_argument(parser)
     parser.add_argument("--profile", type=Path, help="of hf-laer tune; spilling goes by it")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--layers {args.layers} and --length {args.length} must be at least 1")
     shape = replace(shape_of(args), layers=args.layers)
     settings = {} if args.slots_per_rank is None else {"slots_per_rank": args.slots_per_rank}
+    settings["reshard_after_forward"] = args.reshard_after_forward
     profile = read_profile(args.profile) if args.profile else None
     with joined() as device:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,4 +1,4 @@
-"""Flags that name a layer's sizes, shared by the benchmarks that need one."""
+"""Flags that benchmarks share: a layer's sizes, and what FSDP is told."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank (default 8192)")
     parser.add_argument("--routing", default="balanced,95:4", help=f"{KNOWN}; comma separated")
     parser.add_argument("--iterations", type=int, default=8, help="timed iterations (default 8)")
+
+
+def add_reshard_argument(parser: argparse.ArgumentParser) -> None:
+    """FSDP's ``reshard_after_forward``, which experts follow."""
+    how = argparse.BooleanOptionalAction
+    parser.add_argument("--reshard-after-forward", action=how, default=True, help="FSDP's, for all contenders")
 
 
 def shape_of(args: argparse.Namespace) -> LayerShape:

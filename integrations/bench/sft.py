@@ -154,6 +154,7 @@ def _prepared(
     if contender == NATIVE:
         return _native(job, device, folder)
     plugin = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "cpu_ram_efficient_loading": False}
+    plugin["reshard_after_forward"] = job.reshard
     if contender == FSDP2:
         made = FullyShardedDataParallelPlugin(**plugin)
     else:
