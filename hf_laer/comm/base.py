@@ -186,7 +186,8 @@ def copied_to_host(tensor: torch.Tensor, meanwhile: Callable[[], None] | None = 
             meanwhile()
         return tensor.cpu()
     # Pinned: into other memory the copy would not return before it is done.
-    copy, there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), torch.cuda.Event()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    there = torch.cuda.Event()
     copy.copy_(tensor, non_blocking=True)
     there.record()
     if meanwhile is not None:
