@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 
@@ -19,3 +20,6 @@ for module in (
 ):
     importlib.import_module(module)
 compile_kernels()
+# See tests.pool.
+gc.collect()
+gc.freeze()
