@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
+
+import pytest
 
 
 def covering(*factors: Sequence[Hashable]) -> list[tuple[Any, ...]]:
@@ -27,3 +29,14 @@ def covering(*factors: Sequence[Hashable]) -> list[tuple[Any, ...]]:
         chosen.append(best)
         open_pairs -= pairs[best]
     return [tuple(values[at] for values, at in zip(factors, way, strict=True)) for way in sorted(chosen)]
+
+
+def later(*values: Any) -> list[Any]:
+    """Parameters (tuples of several) that only ``make test-long`` tries."""
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long) for one in values]
+
+
+def some_later(ways: Sequence[tuple[Any, ...]], now: Collection[tuple[Any, ...]]) -> list[Any]:
+    """All of ``ways``, of which those that are not in ``now`` are tried later."""
+    assert set(now) <= set(ways), "no such way"
+    return [pytest.param(*way, marks=[] if way in now else [pytest.mark.long]) for way in ways]

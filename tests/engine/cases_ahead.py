@@ -111,7 +111,7 @@ def unforeseen(how: str, homes: str, **config: Any) -> None:
     patched(model, strategy=f"fsep+llep:{homes}", **settings)
     for step in range(2):
         _compared(model, plain, step)
-    _CASES[how](model, plain)
+    EVENTS[how](model, plain)
     for step in range(2, 4):
         _compared(model, plain, step)
 
@@ -207,7 +207,7 @@ def _in_flight(model: nn.Module, plain: nn.Module) -> None:
         compare_gradients(model, want)
 
 
-_CASES = {
+EVENTS = {
     "order": _other_order,
     "raises": _raises,
     "raises at once": partial(_raises, layer=0),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from hf_laer.passes import Passes
+from tests.covering import later, some_later
 from tests.engine import cases_ahead
 
 # Strategies whose experts may be read from peers' memory.
@@ -35,7 +37,7 @@ def test_a_layer_seen_before_begins_a_pass() -> None:
     assert passes.number == 2
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [False, *later(True)])
 @pytest.mark.parametrize(
     ("strategy", "peer_memory"),
     [(one, False) for one in ("llep", "fsep", "fsep+llep:sharded", "fsdp")] + [(one, True) for one in CUT],
@@ -54,7 +56,7 @@ def test_travels_once_and_ahead(ranks, strategy: str, peer_memory: bool, checkpo
     assert (first["spilled"] > 0) == ("llep" in strategy)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [*later(False), True])
 @pytest.mark.parametrize(
     ("strategy", "peer_memory"),
     [("llep", False), ("fsep+llep:whole", False), ("fsep", False), ("fsep+llep:sharded", True), ("fsdp", True)],
@@ -68,34 +70,21 @@ def test_stays_until_backward(ranks, strategy: str, peer_memory: bool, checkpoin
     assert first["ahead"] == (0 if strategy == "llep" else first["layers"])
 
 
-@pytest.mark.parametrize(
-    ("homes", "settings"),
-    [
-        ("sharded", {}),
-        ("sharded", {"peer_memory": True}),
-        ("whole", {}),
-        ("sharded", {"peer_memory": True, "reshard_after_forward": False}),
-        ("whole", {"reshard_after_forward": False}),
-    ],
-    ids=["messages", "memory", "whole", "memory, kept", "whole, kept"],
-)
-@pytest.mark.parametrize(
-    "how",
-    [
-        "order",
-        "raises",
-        "raises at once",
-        "part",
-        "raises, part",
-        "assigned",
-        "copied",
-        "eval",
-        "replaced",
-        "in flight",
-    ],
-)
-def test_what_was_not_foreseen(ranks, how: str, homes: str, settings: dict[str, Any]) -> None:
-    ranks(2).run(cases_ahead.unforeseen, how=how, homes=homes, **settings)
+WAYS: dict[str, dict[str, Any]] = {
+    "messages": {"homes": "sharded"},
+    "memory": {"homes": "sharded", "peer_memory": True},
+    "whole": {"homes": "whole"},
+    "memory, kept": {"homes": "sharded", "peer_memory": True, "reshard_after_forward": False},
+    "whole, kept": {"homes": "whole", "reshard_after_forward": False},
+}
+EVENTS = tuple(cases_ahead.EVENTS)
+# Each event by two of the ways, each way with four of the events.
+SOME = [(how, tuple(WAYS)[(at + 2 * more) % 5]) for at, how in enumerate(EVENTS) for more in range(2)]
+
+
+@pytest.mark.parametrize(("how", "way"), some_later(list(itertools.product(EVENTS, WAYS)), SOME))
+def test_what_was_not_foreseen(ranks, how: str, way: str) -> None:
+    ranks(2).run(cases_ahead.unforeseen, how=how, **WAYS[way])
 
 
 def test_without_prefetch(ranks) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from tests.covering import covering, later, some_later
 from tests.engine import cases_edges
 
 PLAIN, PLANNED = ("ep", "fsdp"), ("llep", "fsep", "fsep+llep:sharded")
 WHOLE = "fsep+llep:whole"
 STRATEGIES = (*PLAIN, *PLANNED)
+HALF = ("mixtral", "gpt_oss")
+STEPPED = ("llep", "fsep"), ("sgd", "adamw"), ("before", "after")
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [0, 0, 4]], ids=str)
 @pytest.mark.parametrize("routing", ["random", "one expert", "last rank"])
-@pytest.mark.parametrize(
-    "strategy", [*(pytest.param(one, marks=pytest.mark.long) for one in (*PLAIN, WHOLE)), *PLANNED]
-)
+@pytest.mark.parametrize("strategy", [*later(*PLAIN, WHOLE), *PLANNED])
 def test_routings_and_ranks_without_tokens(ranks, strategy: str, routing: str, counts: list[int]) -> None:
     ranks(3).run(cases_edges.routed, family="qwen3_moe", strategy=strategy, counts=counts, routing=routing, config={})
 
@@ -54,7 +56,7 @@ def test_token_groups(ranks, strategy: str, group_size: int) -> None:
     ranks(4).run(cases_edges.grouped, family="mixtral", strategy=strategy, group_size=group_size)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, WHOLE])
+@pytest.mark.parametrize("strategy", ["llep", "fsep", *later("ep", "fsep+llep:sharded", "fsdp"), WHOLE])
 def test_hsdp_mesh(ranks, strategy: str) -> None:
     ranks(4).run(cases_edges.replicated, family="gpt_oss", strategy=strategy)
 
@@ -73,9 +75,10 @@ def test_frozen_parts(ranks, strategy: str, names: tuple[str, ...]) -> None:
     ranks(2).run(cases_edges.frozen, family="mixtral", strategy=strategy, frozen_names=names)
 
 
-@pytest.mark.parametrize("made", ["before", "after"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "made"),
+    some_later(list(itertools.product(*STEPPED)), covering(*STEPPED)),
+)
 def test_optimizer_steps(ranks, strategy: str, optimizer: str, made: str) -> None:
     ranks(2).run(cases_edges.stepped, family="qwen2_moe", strategy=strategy, optimizer=optimizer, made=made)
 
@@ -98,8 +101,10 @@ def test_auxiliary_loss(ranks, family: str) -> None:
     ranks(2).run(cases_edges.auxiliary, family=family, strategy="llep")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "family"),
+    some_later(list(itertools.product(STRATEGIES, HALF)), [(one, HALF[at % 2]) for at, one in enumerate(STRATEGIES)]),
+)
 def test_bfloat16_error(ranks, strategy: str, family: str) -> None:
     for name, (theirs, ours) in ranks(2).run(cases_edges.half_precision, family=family, strategy=strategy)[0].items():
         assert ours <= 1.5 * theirs + 1e-3, f"{name}: {ours:.2e} against the unpatched model's {theirs:.2e}"

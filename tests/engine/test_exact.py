@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from tests.covering import covering, some_later
 from tests.engine import cases
 
 STRATEGIES = ("ep", "llep", "fsep", "fsep+llep:sharded", "fsep+llep:whole", "fsdp")
@@ -31,19 +30,22 @@ def check(ranks, world_size: int, family: str, strategy: str, **config) -> None:
         assert moved[0][what] > 0, "nothing moved: the test proved nothing"
 
 
-def every_way() -> Iterator[Any]:
-    """Ranks, families and strategies; some of the ends in the long tests."""
-    for world_size, family, strategy in itertools.product((1, 2, 3, 4), MAIN, STRATEGIES):
-        end = world_size in (1, 4) and (strategy in ("ep", "fsdp") or family in ("mixtral", "qwen2_moe"))
-        yield pytest.param(world_size, family, strategy, marks=[pytest.mark.long] if end else [])
+EVERY_WAY = (1, 2, 3, 4), MAIN, STRATEGIES
 
 
-@pytest.mark.parametrize(("world_size", "family", "strategy"), list(every_way()))
+@pytest.mark.parametrize(
+    ("world_size", "family", "strategy"), some_later(list(itertools.product(*EVERY_WAY)), covering(*EVERY_WAY))
+)
 def test_equals_unpatched(ranks, world_size: int, family: str, strategy: str) -> None:
     check(ranks, world_size, family, strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", GENERIC)
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    some_later(
+        list(itertools.product(GENERIC, STRATEGIES)),
+        [(GENERIC[(at + more) % 3], one) for at, one in enumerate(STRATEGIES) for more in range(1 + at % 2)],
+    ),
+)
 def test_generic_families(ranks, family: str, strategy: str) -> None:
     check(ranks, 3, family, strategy)

@@ -98,7 +98,7 @@ def explore(ranks: Any, count: int, **how: Any) -> None:
 
 
 def test_random_models(ranks) -> None:
-    explore(ranks, 25, derandomize=True)
+    explore(ranks, 15, derandomize=True)
 
 
 @pytest.mark.long

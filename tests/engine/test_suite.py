@@ -28,6 +28,7 @@ def by_name(out: Path) -> dict[str, dict]:
     return {f"{cell['part']} {cell['name']}": cell for cell in cells}
 
 
+@pytest.mark.long
 def test_layers_are_measured_once(ranks, tmp_path: Path) -> None:
     """Every cell of the parts on layers; at the second start none runs, and another configuration is refused."""
     parts = ["--parts", "figure4,sweep,relayout"]

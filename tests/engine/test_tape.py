@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from tests.covering import covering, some_later
 from tests.engine import cases_tape
 
+IN_FLIGHT = ("llep", "fsep"), ("layer", "experts"), (("plain", "same"), ("selective", "reversed"), ("plain", "before"))
 
-@pytest.mark.parametrize("recompute", ["layer", "experts"])
-@pytest.mark.parametrize(("how", "order"), [("plain", "same"), ("selective", "reversed"), ("plain", "before")])
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
-def test_micro_batches_in_flight(ranks, strategy: str, recompute: str, how: str, order: str) -> None:
+
+@pytest.mark.parametrize(
+    ("strategy", "recompute", "way"), some_later(list(itertools.product(*IN_FLIGHT)), covering(*IN_FLIGHT))
+)
+def test_micro_batches_in_flight(ranks, strategy: str, recompute: str, way: tuple[str, str]) -> None:
+    how, order = way
     seen = ranks(3).run(
         cases_tape.checkpointed, family="qwen2_moe", strategy=strategy, recompute=recompute, how=how, order=order
     )

@@ -53,6 +53,7 @@ def test_what_fsdp2_could_not_do_is_kept(ranks, how: str) -> None:
     assert ranks(2).run(cases.kept, how=how) == [["llep", "llep"]] * 2
 
 
+@pytest.mark.long
 def test_trl(ranks, tmp_path: Path) -> None:
     mixed = ["llep", "fsdp2", "llep"]
     found = ranks(2).run(cases.trains, folder=str(tmp_path), strategies=mixed, gradient_checkpointing=True, max_steps=4)

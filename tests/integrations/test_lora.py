@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import covering, later, some_later
 from tests.engine import cases_edges
 from tests.integrations import cases_lora
 
@@ -28,7 +28,7 @@ def check(counts, strategy: str, world_size: int) -> None:
         assert counts[0].get(MOVES[strategy], counts[0]["moved"]) > 0, "nothing moved: the test proved nothing"
 
 
-@pytest.mark.parametrize(("strategy", "family", "recompute"), SOME)
+@pytest.mark.parametrize(("strategy", "family", "recompute"), some_later(SOME, SOME[::2]))
 def test_gradients(ranks, strategy: str, family: str, recompute: str | None) -> None:
     counts = ranks(2).run(cases_lora.equal_gradients, family=family, strategy=strategy, recompute=recompute)
     check(counts, strategy, 2)
@@ -64,7 +64,7 @@ def test_other_targets(ranks, settings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "family", "checkpointing"), [("llep", "qwen3_moe", True), ("fsep", "gpt_oss", False)]
+    ("strategy", "family", "checkpointing"), [("llep", "qwen3_moe", True), *later(("fsep", "gpt_oss", False))]
 )
 def test_trains(ranks, strategy: str, family: str, checkpointing: bool) -> None:
     counts = ranks(2).run(cases_lora.trains, family=family, strategy=strategy, checkpointing=checkpointing)
@@ -96,7 +96,7 @@ PARTS = [
 
 @pytest.mark.parametrize(
     ("mesh", "strategy", "family"),
-    [pytest.param(*way, marks=() if way == PARTS[0] else pytest.mark.long) for way in PARTS],
+    later(*PARTS),
 )
 def test_trains_on_parts_of_the_ranks(ranks, mesh: str, strategy: str, family: str) -> None:
     counts = ranks(4).run(cases_lora.trains, family=family, strategy=strategy, **MESHES[mesh])
@@ -124,7 +124,7 @@ def test_trains_in_bf16(ranks, strategy: str, family: str, mesh: str | None) -> 
     assert max(count[MOVES[strategy]] for count in counts) > 0, "nothing moved: the test proved nothing"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["llep", "fsep", *later("ep", "fsdp", "fsep+llep:whole")])
 def test_frozen_experts_send_no_gradients(ranks, strategy: str) -> None:
     for made in ranks(2).run(cases_lora.frozen_and_trained, strategy=strategy):
         # Of two layers; the last one's forward has left its experts in the slots, if it sent for any.

@@ -10,17 +10,10 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from tests.covering import later
 from tests.integrations import cases, cases_trl
 
-STRATEGIES = (
-    pytest.param("ep", marks=pytest.mark.long),
-    "llep",
-    "fsep",
-    "fsep+llep:whole",
-    pytest.param("fsep+llep:sharded", marks=pytest.mark.long),
-    pytest.param("fsdp", marks=pytest.mark.long),
-)
-ONE_IS_LONG = ("llep", pytest.param("fsep", marks=pytest.mark.long))
+ONE_IS_LONG = ("llep", *later("fsep"))
 MOVES = {"llep": "spilled", "fsep": "moved", "fsep+llep:sharded": "spilled", "fsep+llep:whole": "spilled"}
 
 
@@ -34,43 +27,45 @@ def check(ranks, case: Any, strategy: str, **arguments: Any) -> None:
         assert counts[0][MOVES[strategy]] > 0, "nothing moved: the test proved nothing"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["llep", "fsep+llep:whole", *later("ep", "fsep", "fsep+llep:sharded", "fsdp")])
 def test_trl(ranks, tmp_path, strategy: str) -> None:
     check(ranks, cases_trl.trains, strategy, folder=str(tmp_path), family="qwen3_moe")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", [*later("mixtral"), "gpt_oss"])
 def test_trl_families(ranks, tmp_path, family: str) -> None:
     check(ranks, cases_trl.trains, "fsep", folder=str(tmp_path), family=family, max_steps=5)
 
 
-@pytest.mark.parametrize("kwargs", [None, {"selective": True}], ids=["default", "selective"])
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
-def test_trl_checkpointing(ranks, tmp_path, strategy: str, kwargs: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "selective"), [("llep", False), ("fsep", True), *later(("llep", True), ("fsep", False))]
+)
+def test_trl_checkpointing(ranks, tmp_path, strategy: str, selective: bool) -> None:
+    kwargs = {"selective": True} if selective else None
     on = {"max_steps": 5, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
     check(ranks, cases_trl.trains, strategy, folder=str(tmp_path), family="qwen3_moe", **on)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["fsep", *later("ep", "llep", "fsep+llep:whole", "fsep+llep:sharded", "fsdp")])
 def test_loop(ranks, strategy: str) -> None:
     check(ranks, cases.loop, strategy, family="qwen3_moe")
 
 
-@pytest.mark.parametrize("settings", [{}, {"recompute": "experts"}], ids=["layer", "experts"])
-def test_accelerate_checkpointing(ranks, settings: dict[str, str]) -> None:
-    check(ranks, cases.checkpointed_by_accelerate, "fsep", steps=5, **settings)
+@pytest.mark.parametrize("recompute", [*later("layer"), "experts"])
+def test_accelerate_checkpointing(ranks, recompute: str) -> None:
+    check(ranks, cases.checkpointed_by_accelerate, "fsep", steps=5, recompute=recompute)
 
 
 def test_forward_cut_short(ranks) -> None:
     check(ranks, cases.forward_cut_short, "fsep", steps=5)
 
 
-@pytest.mark.parametrize("how", [pytest.param("foreach", marks=pytest.mark.long), "fused"])
+@pytest.mark.parametrize("how", [*later("foreach"), "fused"])
 def test_optimizers(ranks, how: str) -> None:
     check(ranks, cases.loop, "fsep", family="qwen3_moe", optimizer={how: True}, steps=5)
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", [*later("llep"), "fsep"])
 def test_experts_stay_where_fsdp_does_not_reshard(ranks, strategy: str) -> None:
     check(ranks, cases.loop, strategy, family="qwen3_moe", plugin={"reshard_after_forward": False}, steps=5)
 
@@ -84,7 +79,7 @@ def test_evaluation_during_training(ranks, tmp_path) -> None:
     check(ranks, cases_trl.evaluates, "fsep", folder=str(tmp_path), max_steps=4)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [*later(False), True])
 def test_head_in_root_unit(ranks, tmp_path, tied: bool) -> None:
     counts = ranks(2).run(cases_trl.head_in_root_unit, folder=str(tmp_path), tied=tied)
     assert counts[0]["spilled"] > 0
@@ -105,7 +100,7 @@ def test_bf16(ranks, strategy: str) -> None:
     check(ranks, cases.in_bf16, strategy, steps=5)
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", [*later("llep"), "fsep"])
 def test_hsdp(ranks, strategy: str) -> None:
     ranks(4).run(cases.hsdp, strategy=strategy)
 

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "patch_model.ipynb"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(480)
 def test_notebook_runs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)

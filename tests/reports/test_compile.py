@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
+from tests.covering import later
 from tests.reports import cases_compile
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", [*later("llep"), "fsep"])
 def test_b75_recompute_follows_the_forward(ranks, strategy: str) -> None:
     tokens = (21, 5, 18, 8)
     for rank, counts in enumerate(ranks(4).run(cases_compile.recomputed, strategy=strategy)):
@@ -17,13 +18,13 @@ def test_b75_recompute_follows_the_forward(ranks, strategy: str) -> None:
         assert set(counts.values()) == {0}
 
 
-@pytest.mark.parametrize("strategy", ["ep", "llep", "fsep", "fsdp"])
+@pytest.mark.parametrize("strategy", ["llep", "fsep", *later("ep", "fsdp")])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_b79_deterministic_mode(ranks, family: str, strategy: str) -> None:
     ranks(2).run(cases_compile.deterministic, family=family, strategy=strategy)
 
 
-BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.long)]
+BACKENDS = ["eager", *later("aot_eager")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -54,7 +55,7 @@ def test_b77_regional_inductor(ranks, strategy: str, checkpointing: bool) -> Non
         compiled.check(settled=1, most=8)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [*later(False), True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_b77_regional(ranks, backend: str, checkpointing: bool) -> None:
     arguments = {"strategy": "fsep", "backend": backend, "checkpointing": checkpointing}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import later
 from tests.pool import RankFailure, RankPool
 from tests.reports import cases_check, cases_faults
 
@@ -34,7 +35,7 @@ def check_told(results: list[dict], limit: float) -> list[re.Match[str]]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "fault"), [("llep", "raises in forward"), ("fsep", "raises in backward")])
+@pytest.mark.parametrize(("strategy", "fault"), [*later(("llep", "raises in forward")), ("fsep", "raises in backward")])
 def test_a_rank_raises(ranks, tmp_path, strategy: str, fault: str) -> None:
     results = ranks(3).run(cases_faults.fails, folder=str(tmp_path), strategy=strategy, fault=fault, limit=LIMIT)
     assert results[1]["kind"] == "ArithmeticError"
@@ -144,6 +145,7 @@ def test_a_forward_on_one_rank_is_found_before_fsdp_waits(ranks, tmp_path) -> No
     assert "rank 0 has not come" in results[1]["message"]
 
 
+@pytest.mark.long
 def test_checked_training_equals_the_unpatched_model(ranks) -> None:
     checks = ranks(4).run(cases_check.sound, strategy="llep")
     assert min(checks) == max(checks) > 3 * 2 * 8

@@ -13,16 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hf_laer import LaerConfig, patch_model
 from hf_laer.config import STRATEGIES
 from hf_laer.integrations.transformers import get_engine
+from tests.covering import later
 from tests.models import tiny_model
 from tests.reports import cases_gradients as cases
 
 
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize("strategy", ["llep", *later("fsep")])
 def test_b12_unwritten_memory(ranks, strategy: str) -> None:
     ranks(2).run(cases.unwritten_memory, strategy=strategy)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [*later(2), 4])
 def test_b13_every_gradient(ranks, world_size: int) -> None:
     families = zip(("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe"), ("llep", "fsep", "fsep+llep", "ep"), strict=True)
     for family, strategy in families:
@@ -62,6 +63,7 @@ def test_b16_averaged_once(ranks) -> None:
     check_factors(ranks, 4, settings([(4,)], [None, 2], [7]))
 
 
+@pytest.mark.long
 def test_b16_three_ranks_and_ranks_that_own_nothing(ranks) -> None:
     check_factors(ranks, 3, settings([(3,)], [None], [7, 2]) + settings([(3,)], [1], [5]))
     check_factors(ranks, 4, settings([(4,)], [None, 2], [2]) + settings([(2, 2)], [None], [1]))

@@ -25,6 +25,7 @@ def test_b70_coefficient_without_the_flag(ranks, family: str) -> None:
     ranks(2).run(cases.switched, family=family)
 
 
+@pytest.mark.long
 def test_b70_by_trl(ranks, tmp_path) -> None:
     """TRL's coefficient switches the loss on and off; the callback says which."""
     (on, off), _ = ranks(2).run(cases.by_trl, folder=str(tmp_path), coefficients=[0.5, 0.0])

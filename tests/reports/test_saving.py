@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.covering import covering
+from tests.covering import covering, later
 from tests.integrations import rig
 from tests.integrations.test_merge import assert_same_weights, weights
 from tests.pool import RankFailure
@@ -34,7 +34,7 @@ def test_b41_best_model_at_end(ranks, tmp_path: Path, kind: str) -> None:
     assert moved[0] > 0
 
 
-@pytest.mark.parametrize(("family", "strategy"), [("gpt_oss", "fsep"), ("qwen3_moe", "llep")])
+@pytest.mark.parametrize(("family", "strategy"), [("gpt_oss", "fsep"), *later(("qwen3_moe", "llep"))])
 def test_b81_every_rank_s_experts_are_in_the_file(ranks, tmp_path: Path, family: str, strategy: str) -> None:
     replicas = (2, 2) if family == "gpt_oss" else None
     moved = ranks(4).run(
@@ -61,7 +61,7 @@ def test_b83_trainer_s_saves_end_and_are_whole(ranks, tmp_path: Path) -> None:
     assert not second, "another rank than the first wrote"
 
 
-@pytest.mark.parametrize("strategy", ["llep", pytest.param("fsep", marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", later("llep", "fsep"))
 def test_b84_four_ranks_save_one_and_two_resume(ranks, tmp_path: Path, strategy: str) -> None:
     """Under other strategies, homes in other dimensions, and unpatched; loss, norm, weights, moments."""
     wanted = ranks(4).run(cases.saves, folder=str(tmp_path), strategy=strategy)[0]
@@ -147,6 +147,7 @@ def test_auto_resumes_where_it_chooses_otherwise(ranks, tmp_path: Path) -> None:
     ranks(1).run(cases.resumes, folder=str(tmp_path), ways=[("auto:fsep", SHARDED)], wanted=wanted)
 
 
+@pytest.mark.long
 def test_what_auto_leaves_to_fsdp2_resumes_elsewhere(ranks, tmp_path: Path) -> None:
     wanted = ranks(2).run(cases.saves, folder=str(tmp_path), strategy="auto:fsdp2,llep")[0]
     ways = [("fsep", SHARDED), ("auto:llep,fsdp2", FULL), (None, SHARDED)]
