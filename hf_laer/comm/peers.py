@@ -152,7 +152,8 @@ class PeerCommunicator:
             return None
         turn = self._next()
         told = Places.of(self._told(turn, rank, words * 8) for rank in range(self.size) if loads is not None)
-        most = len(tokens) * leaving.token_rows.shape[1] if len(tokens) <= self._room.tokens else 0
+        count = tokens.shape[0]
+        most = count * leaving.token_rows.shape[1] if count <= self._room.tokens else 0
         self._out[turn].put_all(tokens, leaving, most, self._room.rows_at, loads, told)
         self._arena.meet()
         here = self._told_here(turn, words * 8).view(torch.int64).view(self.size, words) if words else None

@@ -181,7 +181,7 @@ def _at_once(sending: Sending, comm: Communicator) -> Routes:
 
     There is room for as many as there may be, one for each token and for each choice; the last ones may mean nothing.
     """
-    send_rows = np.minimum(sending.own.sent, len(sending.top_k_index))
+    send_rows = np.minimum(sending.own.sent, sending.top_k_index.shape[0])
     receive_rows = most_rows(sending.tokens, sending.own)
     starts = np.stack([send_rows.cumsum() - send_rows, receive_rows.cumsum() - receive_rows])
     told = sending.split, sending.before(comm.rank), sending.own, sending.arrangement

@@ -254,7 +254,7 @@ def arrive(
         starts: int32 ``[N]``, where the rows of each rank begin, if not one behind the other; then every row that is
             not there has no places.
     """
-    if usable(received) and len(received):
+    if usable(received) and received.shape[0]:
         from hf_laer.compute.kernels.routing import arrive as kernel
 
         return Arrived(*kernel(received, ends, rows, top_k, places_of, starts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from hf_laer.compute.gate import FusedGate, Gate, recognize
+from hf_laer.compute.kernels import launch as launching
 from hf_laer.compute.kernels.launch import cdiv, launch, next_power_of_2
 from hf_laer.compute.rows import gather_sum, places
 from hf_laer.compute.segments import Blocks, Part, add_parts, copy_all
@@ -281,14 +283,36 @@ class _Kernel:
         noted = self.launches
 
         class Launcher:
+            function, packed_metadata = "function", "metadata"
+
             def __getitem__(self, grid: tuple[int, ...]) -> Any:
                 return lambda *told: noted.append((grid, told))
+
+            def run(self, *told: Any) -> None:
+                assert told[3:9] == ("stream", "function", "metadata", None, None, None)
+                noted.append((told[:3], told[9:]))
 
         return Launcher()
 
 
-def test_compiled_kernels_get_addresses() -> None:
+def test_how_compiled_kernels_are_run() -> None:
+    """Triton's own launch hands its launcher what ours does."""
+    compiler = pytest.importorskip("triton.compiler.compiler")
+    assert launching._RUNS_DIRECTLY, "another Triton: look at how CompiledKernel runs, then widen _KNOWN"
+    source = inspect.getsource(compiler.CompiledKernel.__getitem__)
+    call = "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata, "
+    call += "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
+    assert call in " ".join(source.split())
+
+
+@pytest.mark.parametrize("how", ["directly", "another Triton", "hooks"])
+def test_compiled_kernels_get_addresses(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """And one that was compiled for other dtypes, alignments, constants or options is not taken."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(launching, "_stream_of", lambda device: "stream" if how == "directly" else None)
+    monkeypatch.setattr(launching, "_RUNS_DIRECTLY", how != "another Triton")
+    if how == "hooks":
+        monkeypatch.setattr(launching.knobs.runtime.launch_exit_hook, "calls", [print])
     kernel, flat, more = _Kernel(), torch.zeros(64), torch.zeros(4, dtype=torch.int64)
     usual = flat[4:], None, more
     launch(kernel, (3,), usual, (5,), (7,), num_warps=4)

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+from triton import knobs
 
+# How a compiled kernel is run has been looked at in these versions of Triton, from the first to before the second.
+_KNOWN = (3, 6), (3, 10)
+_RUNS_DIRECTLY = _KNOWN[0] <= tuple(map(int, triton.__version__.split(".")[:2])) < _KNOWN[1]
+# Not there where torch has no GPUs.
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # By all that a kernel is compiled for. Kernels live as long as the program; to hash one takes half a microsecond.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -22,7 +29,7 @@ def launch(
     """Runs ``kernel[grid](*tensors, *numbers, *constants, **options)``.
 
     Triton takes 24 us of the host for a kernel of twelve arguments, and a layer launches a dozen in a step; half of it
-    is to find that it has compiled that kernel before.
+    is to find that it has compiled that kernel before, and half of the rest to tell hooks, if there were any.
 
     Args:
         kernel: The jitted function.
@@ -42,7 +49,23 @@ def launch(
     if compiled is None:
         _compiled[key] = kernel[grid](*tensors, *numbers, *constants, **options)
     else:
-        compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *constants)
+        _run(compiled, (*grid, 1, 1)[:3], device, (*addresses, *numbers, *constants))
+
+
+def _run(compiled: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...]) -> None:
+    """As ``compiled[grid](*arguments)``."""
+    if not _RUNS_DIRECTLY or _has_hooks():
+        compiled[grid](*arguments)
+    else:
+        told = compiled.function, compiled.packed_metadata
+        # No metadata and no hooks, before or after.
+        compiled.run(*grid, _stream_of(device), *told, None, None, None, *arguments)
+
+
+def _has_hooks() -> bool:
+    """Whether somebody, such as Triton's profiler, asks to be told of launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def cdiv(size: int, of: int) -> int:

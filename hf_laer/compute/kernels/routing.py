@@ -262,7 +262,7 @@ def count(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     per = _per_block(top_k_index.shape[1])
     ends = _ends(top_k_index.contiguous(), top_k_index.numel(), 1, per, num_experts)
     loads = torch.empty(num_experts, dtype=torch.int64, device=ends.device)
-    blocks = len(ends) // num_experts
+    blocks = ends.shape[0] // num_experts
     launch(_loads_kernel, (cdiv(num_experts, _BLOCK),), (ends, loads), (blocks,), (num_experts, _BLOCK))
     return loads, ends
 
@@ -315,10 +315,10 @@ def arrive(
     starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """See the reference; at least one assignment arrived."""
-    total, device = len(received), received.device
+    total, device = received.shape[0], received.device
     blocks = cdiv(total, _BLOCK)
     received = received.contiguous()
-    ends = _ends(received[:, 1], total, 3, _BLOCK, len(places), places)
+    ends = _ends(received[:, 1], total, 3, _BLOCK, places.shape[0], places)
     source_row, arrival, slot = torch.empty(3, total, dtype=torch.int64, device=device).unbind()
     row_places = torch.empty(rows, top_k, dtype=torch.int64, device=device)
     if starts is not None:
@@ -326,5 +326,5 @@ def arrive(
         row_places.fill_(-1)
     gates = torch.empty(total, dtype=torch.float32, device=device)
     tables = received, stops, ends, places, source_row, arrival, row_places, gates, slot, starts
-    launch(_arrive_kernel, (blocks,), tables, (total, blocks), (len(stops), starts is not None, top_k, _BLOCK))
+    launch(_arrive_kernel, (blocks,), tables, (total, blocks), (stops.shape[0], starts is not None, top_k, _BLOCK))
     return source_row, arrival, row_places, gates, slot

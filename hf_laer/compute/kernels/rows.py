@@ -59,7 +59,7 @@ def gather_sum(
     scale: float = 1.0,
 ) -> torch.Tensor:
     """See the reference. One program per row and block of columns; float32 accumulation, no atomics."""
-    out = torch.empty(len(table), values.shape[1], dtype=out_dtype, device=values.device)
+    out = torch.empty(table.shape[0], values.shape[1], dtype=out_dtype, device=values.device)
     _launch((values.contiguous(), table, weights, bias, slot, out), scale)
     return out
 
@@ -77,7 +77,7 @@ def gather_sum_from(
         out_dtype: Dtype of the result.
         scale: A factor for each sum.
     """
-    out = torch.empty(len(table), places.shape[1], dtype=out_dtype, device=places.device)
+    out = torch.empty(table.shape[0], places.shape[1], dtype=out_dtype, device=places.device)
     _launch((places, table, None, None, None, out), scale, ends=ends, stride=stride)
     return out
 
