@@ -13,7 +13,7 @@ from triton import knobs
 _KNOWN = (3, 6), (3, 10)
 _RUNS_DIRECTLY = _KNOWN[0] <= tuple(map(int, triton.__version__.split(".")[:2])) < _KNOWN[1]
 # Not there where torch has no GPUs.
-_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # By all that a kernel is compiled for. Kernels live as long as the program; to hash one takes half a microsecond.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
