@@ -36,7 +36,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 test-long: setup
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m "long and not nightly"
 
 test-nightly: setup
 	$(BIN)/python -m pytest -m nightly

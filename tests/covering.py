@@ -33,10 +33,19 @@ def covering(*factors: Sequence[Hashable]) -> list[tuple[Any, ...]]:
 
 def later(*values: Any) -> list[Any]:
     """Parameters (tuples of several) that only ``make test-long`` tries."""
-    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long) for one in values]
+    return _marked(values, pytest.mark.long)
 
 
-def some_later(ways: Sequence[tuple[Any, ...]], now: Collection[tuple[Any, ...]]) -> list[Any]:
-    """All of ``ways``, of which those that are not in ``now`` are tried later."""
+def nightly(*values: Any) -> list[Any]:
+    """Those that only ``make test-nightly`` tries."""
+    return _marked(values, pytest.mark.nightly)
+
+
+def _marked(values: Sequence[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=mark) for one in values]
+
+
+def thinned(ways: Sequence[tuple[Any, ...]], now: Collection[tuple[Any, ...]]) -> list[Any]:
+    """All of ``ways``; those that are not in ``now`` nightly."""
     assert set(now) <= set(ways), "no such way"
-    return [pytest.param(*way, marks=[] if way in now else [pytest.mark.long]) for way in ways]
+    return [pytest.param(*way, marks=[] if way in now else [pytest.mark.nightly]) for way in ways]

@@ -17,6 +17,7 @@ from hf_laer.shard import exchange
 from hf_laer.shard.home import Home, Layout
 from hf_laer.soak.run import report, slope
 from hf_laer.soak.task import Settings, batch
+from tests.covering import nightly
 
 
 def told(**changes: Any) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def test_bad_settings() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["fsep", "none"])
+@pytest.mark.parametrize("strategy", ["fsep", *nightly("none")])
 def test_a_short_soak(strategy: str, capsys) -> None:
     """Two ranks, then one that resumes; the unpatched model too, whose figures are the stack's own."""
     arguments = f"soak --strategy {strategy} --steps 16 --ranks 2 --part 8 --check 2 --evaluate 4"

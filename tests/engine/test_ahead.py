@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_laer.passes import Passes
-from tests.covering import later, some_later
+from tests.covering import later, thinned
 from tests.engine import cases_ahead
 
 # Strategies whose experts may be read from peers' memory.
@@ -82,7 +82,7 @@ EVENTS = tuple(cases_ahead.EVENTS)
 SOME = [(how, tuple(WAYS)[(at + 2 * more) % 5]) for at, how in enumerate(EVENTS) for more in range(2)]
 
 
-@pytest.mark.parametrize(("how", "way"), some_later(list(itertools.product(EVENTS, WAYS)), SOME))
+@pytest.mark.parametrize(("how", "way"), thinned(list(itertools.product(EVENTS, WAYS)), SOME))
 def test_what_was_not_foreseen(ranks, how: str, way: str) -> None:
     ranks(2).run(cases_ahead.unforeseen, how=how, **WAYS[way])
 

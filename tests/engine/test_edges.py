@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering, later, some_later
+from tests.covering import covering, later, nightly, thinned
 from tests.engine import cases_edges
 
 PLAIN, PLANNED = ("ep", "fsdp"), ("llep", "fsep", "fsep+llep:sharded")
@@ -19,7 +19,7 @@ STEPPED = ("llep", "fsep"), ("sgd", "adamw"), ("before", "after")
 
 @pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 0], [0, 0, 4]], ids=str)
 @pytest.mark.parametrize("routing", ["random", "one expert", "last rank"])
-@pytest.mark.parametrize("strategy", [*later(*PLAIN, WHOLE), *PLANNED])
+@pytest.mark.parametrize("strategy", [*nightly(*PLAIN, WHOLE), *PLANNED])
 def test_routings_and_ranks_without_tokens(ranks, strategy: str, routing: str, counts: list[int]) -> None:
     ranks(3).run(cases_edges.routed, family="qwen3_moe", strategy=strategy, counts=counts, routing=routing, config={})
 
@@ -77,7 +77,7 @@ def test_frozen_parts(ranks, strategy: str, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "made"),
-    some_later(list(itertools.product(*STEPPED)), covering(*STEPPED)),
+    thinned(list(itertools.product(*STEPPED)), covering(*STEPPED)),
 )
 def test_optimizer_steps(ranks, strategy: str, optimizer: str, made: str) -> None:
     ranks(2).run(cases_edges.stepped, family="qwen2_moe", strategy=strategy, optimizer=optimizer, made=made)
@@ -103,7 +103,7 @@ def test_auxiliary_loss(ranks, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "family"),
-    some_later(list(itertools.product(STRATEGIES, HALF)), [(one, HALF[at % 2]) for at, one in enumerate(STRATEGIES)]),
+    thinned(list(itertools.product(STRATEGIES, HALF)), [(one, HALF[at % 2]) for at, one in enumerate(STRATEGIES)]),
 )
 def test_bfloat16_error(ranks, strategy: str, family: str) -> None:
     for name, (theirs, ours) in ranks(2).run(cases_edges.half_precision, family=family, strategy=strategy)[0].items():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.covering import covering, some_later
+from tests.covering import covering, thinned
 from tests.engine import cases
 
 STRATEGIES = ("ep", "llep", "fsep", "fsep+llep:sharded", "fsep+llep:whole", "fsdp")
@@ -34,7 +34,7 @@ EVERY_WAY = (1, 2, 3, 4), MAIN, STRATEGIES
 
 
 @pytest.mark.parametrize(
-    ("world_size", "family", "strategy"), some_later(list(itertools.product(*EVERY_WAY)), covering(*EVERY_WAY))
+    ("world_size", "family", "strategy"), thinned(list(itertools.product(*EVERY_WAY)), covering(*EVERY_WAY))
 )
 def test_equals_unpatched(ranks, world_size: int, family: str, strategy: str) -> None:
     check(ranks, world_size, family, strategy)
@@ -42,7 +42,7 @@ def test_equals_unpatched(ranks, world_size: int, family: str, strategy: str) ->
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    some_later(
+    thinned(
         list(itertools.product(GENERIC, STRATEGIES)),
         [(GENERIC[(at + more) % 3], one) for at, one in enumerate(STRATEGIES) for more in range(1 + at % 2)],
     ),

@@ -104,7 +104,7 @@ def test_random_models(ranks) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_more_random_models(ranks) -> None:
-    explore(ranks, 80, derandomize=True)
+    explore(ranks, 50, derandomize=True)
 
 
 @pytest.mark.nightly

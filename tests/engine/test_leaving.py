@@ -24,7 +24,7 @@ with joined():
 """
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ranks_end_while_the_machine_is_busy(tmp_path: Path) -> None:
     """Eight processes keep any small machine busy; without a moment for gloo's threads, four runs in five abort."""
     script = tmp_path / "ends.py"

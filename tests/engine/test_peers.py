@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import later, nightly
 from tests.engine import cases_peers
 
 SMALL = {"mixtral": "intermediate_size", "gpt_oss": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
@@ -14,9 +15,8 @@ SMALL = {"mixtral": "intermediate_size", "gpt_oss": "intermediate_size", "qwen3_
     [
         ("gpt_oss", "fsep+llep:sharded", "SGD", 3),
         # Not gpt_oss: the gradients of its sinks nearly cancel in the fourth batch, which leaves 1.6e-5 of rounding.
-        pytest.param("mixtral", "fsep+llep:sharded", "SGD", 10, marks=pytest.mark.long),
-        pytest.param("qwen3_moe", "fsep", "AdamW", 10, marks=pytest.mark.long),
-        pytest.param("gpt_oss", "fsdp", "AdamW", 10, marks=pytest.mark.long),
+        *nightly(("mixtral", "fsep+llep:sharded", "SGD", 10), ("gpt_oss", "fsdp", "AdamW", 10)),
+        *later(("qwen3_moe", "fsep", "AdamW", 10)),
     ],
 )
 def test_weights_of_a_run_with_peers_memory(ranks, family: str, strategy: str, optimizer: str, steps: int) -> None:
@@ -55,15 +55,10 @@ def test_two_models_in_one_loss(ranks, peer_memory: bool) -> None:
 UNION = "fsep+llep"
 MIDWAY = [(f"{UNION}:sharded", True, False), (f"{UNION}:whole", False, True)]
 MORE = [("llep", False), (f"{UNION}:whole", False), (f"{UNION}:sharded", False), (f"{UNION}:sharded", True)]
-LONG = [
-    pytest.param(*way, checkpointing, marks=pytest.mark.long)
-    for way in MORE
-    for checkpointing in (False, True)
-    if (*way, checkpointing) not in MIDWAY
-]
+LONG = [(*way, checkpointing) for way in MORE for checkpointing in (False, True) if (*way, checkpointing) not in MIDWAY]
 
 
-@pytest.mark.parametrize(("strategy", "peer_memory", "checkpointing"), [*MIDWAY, *LONG])
+@pytest.mark.parametrize(("strategy", "peer_memory", "checkpointing"), [*MIDWAY, *nightly(*LONG)])
 def test_what_fails_midway(ranks, strategy: str, peer_memory: bool, checkpointing: bool) -> None:
     case = {"strategy": strategy, "peer_memory": peer_memory, "checkpointing": checkpointing}
     ranks(2).run(cases_peers.interrupted, **case)
@@ -74,7 +69,7 @@ SWAPPED = [("llep", False), ("fsdp", True)]
 
 @pytest.mark.parametrize(
     ("strategy", "peer_memory"),
-    [*SWAPPED, *(pytest.param(*way, marks=pytest.mark.long) for way in [*MORE[1:], ("fsep", False)])],
+    [*SWAPPED, *nightly(*MORE[1:], ("fsep", False))],
 )
 def test_other_weights_between_forward_and_backward(ranks, strategy: str, peer_memory: bool) -> None:
     ranks(2).run(cases_peers.swapped, strategy=strategy, peer_memory=peer_memory)

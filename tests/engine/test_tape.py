@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 
-from tests.covering import covering, some_later
+from tests.covering import covering, thinned
 from tests.engine import cases_tape
 
 IN_FLIGHT = ("llep", "fsep"), ("layer", "experts"), (("plain", "same"), ("selective", "reversed"), ("plain", "before"))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "recompute", "way"), some_later(list(itertools.product(*IN_FLIGHT)), covering(*IN_FLIGHT))
+    ("strategy", "recompute", "way"), thinned(list(itertools.product(*IN_FLIGHT)), covering(*IN_FLIGHT))
 )
 def test_micro_batches_in_flight(ranks, strategy: str, recompute: str, way: tuple[str, str]) -> None:
     how, order = way

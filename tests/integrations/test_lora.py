@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.covering import covering, later, some_later
+from tests.covering import covering, later, nightly, thinned
 from tests.engine import cases_edges
 from tests.integrations import cases_lora
 
@@ -28,7 +28,7 @@ def check(counts, strategy: str, world_size: int) -> None:
         assert counts[0].get(MOVES[strategy], counts[0]["moved"]) > 0, "nothing moved: the test proved nothing"
 
 
-@pytest.mark.parametrize(("strategy", "family", "recompute"), some_later(SOME, SOME[::2]))
+@pytest.mark.parametrize(("strategy", "family", "recompute"), thinned(SOME, SOME[::2]))
 def test_gradients(ranks, strategy: str, family: str, recompute: str | None) -> None:
     counts = ranks(2).run(cases_lora.equal_gradients, family=family, strategy=strategy, recompute=recompute)
     check(counts, strategy, 2)
@@ -71,7 +71,7 @@ def test_trains(ranks, strategy: str, family: str, checkpointing: bool) -> None:
     check(counts, strategy, 2)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("world_size", "strategy", "family", "checkpointing"), covering([2, 4], STRATEGIES, FAMILIES, [False, True])
 )
@@ -96,7 +96,8 @@ PARTS = [
 
 @pytest.mark.parametrize(
     ("mesh", "strategy", "family"),
-    later(*PARTS),
+    # One of each kind of mesh.
+    [*later(PARTS[0], PARTS[6], PARTS[12]), *nightly(*(way for at, way in enumerate(PARTS) if at not in (0, 6, 12)))],
 )
 def test_trains_on_parts_of_the_ranks(ranks, mesh: str, strategy: str, family: str) -> None:
     counts = ranks(4).run(cases_lora.trains, family=family, strategy=strategy, **MESHES[mesh])
@@ -108,7 +109,7 @@ def test_trains_on_parts_of_the_ranks(ranks, mesh: str, strategy: str, family: s
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["llep", *nightly("ep", "fsep", "fsdp", "fsep+llep:whole")])
 def test_bf16_gradients(ranks, strategy: str, family: str) -> None:
     arguments = {"family": family, "strategy": strategy, "steps": 12, "make": cases_lora.adapted_in}
     for name, (theirs, ours) in ranks(2).run(cases_edges.half_precision, **arguments)[0].items():
@@ -116,8 +117,15 @@ def test_bf16_gradients(ranks, strategy: str, family: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", [None, "replicas", "groups"])
-@pytest.mark.parametrize(("strategy", "family"), [("llep", "qwen3_moe"), ("fsep", "gpt_oss")])
+@pytest.mark.parametrize(
+    ("strategy", "family", "mesh"),
+    [
+        ("llep", "qwen3_moe", "replicas"),
+        ("fsep", "gpt_oss", None),
+        *nightly(*(("llep", "qwen3_moe", mesh) for mesh in (None, "groups"))),
+        *nightly(*(("fsep", "gpt_oss", mesh) for mesh in ("replicas", "groups"))),
+    ],
+)
 def test_trains_in_bf16(ranks, strategy: str, family: str, mesh: str | None) -> None:
     settings = MESHES[mesh] if mesh else {}
     counts = ranks(4 if mesh else 2).run(cases_lora.trains_in_bf16, family=family, strategy=strategy, **settings)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.covering import later
+from tests.covering import later, nightly
 from tests.reports import cases_compile
 
 
@@ -35,7 +35,7 @@ def test_b77_block(ranks, backend: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("whole", [False, True], ids=["layers", "whole"])
+@pytest.mark.parametrize("whole", [False, *nightly(True)])
 def test_b77_model(ranks, whole: bool) -> None:
     """Graphs of gradients too where the whole is compiled; those of layers are in ``test_b77_regional``."""
     arguments = {"strategy": "fsep", "backend": "aot_eager" if whole else "eager", "whole": whole}
@@ -46,8 +46,9 @@ def test_b77_model(ranks, whole: bool) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's kernels for CPUs need a compiler")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("strategy", ["llep", "fsep"])
+@pytest.mark.parametrize(
+    ("strategy", "checkpointing"), [("fsep", True), *nightly(("llep", False), ("llep", True), ("fsep", False))]
+)
 def test_b77_regional_inductor(ranks, strategy: str, checkpointing: bool) -> None:
     arguments = {"strategy": strategy, "backend": "inductor", "checkpointing": checkpointing}
     for counts, compiled in ranks(2).run(cases_compile.regional, seconds=400, **arguments):

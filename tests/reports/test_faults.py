@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import later
+from tests.covering import later, nightly, thinned
 from tests.pool import RankFailure, RankPool
 from tests.reports import cases_check, cases_faults
 
@@ -51,7 +51,7 @@ RAISES = [way for way in RAISES if way not in (("llep", "forward"), ("fsep", "ba
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "phase"), RAISES)
+@pytest.mark.parametrize(("strategy", "phase"), thinned(RAISES, RAISES[::3]))
 def test_a_rank_raises_under_any_strategy(ranks, tmp_path, strategy: str, phase: str) -> None:
     settings = {"strategy": strategy, "fault": f"raises in {phase}", "limit": LIMIT}
     results = ranks(3).run(cases_faults.fails, folder=str(tmp_path), **settings)
@@ -65,7 +65,7 @@ def test_a_rank_raises_under_any_strategy(ranks, tmp_path, strategy: str, phase:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["ep", "fsep", "fsep+llep", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsep+llep", *nightly("ep", "fsep", "fsdp")])
 def test_a_rank_has_fewer_batches_under_any_strategy(ranks, tmp_path, strategy: str) -> None:
     results = ranks(3).run(cases_faults.has_fewer_batches, folder=str(tmp_path), strategy=strategy, limit=LIMIT)
     assert not results[1]["kind"]
@@ -152,7 +152,7 @@ def test_checked_training_equals_the_unpatched_model(ranks) -> None:
     ranks(4).run(cases_check.sound, strategy="fsep", group_size=2)
 
 
-@pytest.mark.parametrize("strategy", ["llep", *(pytest.param(one, marks=pytest.mark.long) for one in ("ep", "fsep"))])
+@pytest.mark.parametrize("strategy", ["llep", *nightly("ep", "fsep")])
 def test_a_rank_dies(tmp_path, strategy: str) -> None:
     """Three ranks: of more, those that never wait for it itself end when the others do."""
     with pytest.raises(RankFailure, match="exit code -9"):

@@ -73,9 +73,8 @@ def test_b09_order_of_collectives(ranks, strategy: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "steps", [pytest.param(15, marks=pytest.mark.long), pytest.param(50, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [15, 50])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_b09_order_of_collectives_over_many_steps(ranks, strategy: str, steps: int) -> None:
     sleepy(ranks, strategy, steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.covering import later
+from tests.covering import later, nightly
 from tests.reports import cases_relayout
 
 STRATEGIES = ("llep", "fsep")
@@ -35,7 +35,7 @@ def test_b37_moments_of_moved_experts(ranks, accumulation: int) -> None:
     ranks(2).run(cases_relayout.moved, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("strategy", [*later(*STRATEGIES, BOTH[0]), BOTH[1]])
+@pytest.mark.parametrize("strategy", [*nightly(*STRATEGIES, BOTH[0]), BOTH[1]])
 def test_b38_every_way_to_run_after_a_move(ranks, strategy: str) -> None:
     ranks(2).run(cases_relayout.every_way, strategy=strategy)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.covering import covering, later
+from tests.covering import covering, later, nightly
 from tests.integrations import rig
 from tests.integrations.test_merge import assert_same_weights, weights
 from tests.pool import RankFailure
@@ -28,7 +28,7 @@ def test_b41_other_weights_after_a_re_layout(ranks, strategy: str) -> None:
     assert moved[0] > 0
 
 
-@pytest.mark.parametrize("kind", [FULL, pytest.param(SHARDED, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [FULL, *later(SHARDED)])
 def test_b41_best_model_at_end(ranks, tmp_path: Path, kind: str) -> None:
     moved = ranks(2).run(cases.best_at_end, folder=str(tmp_path), strategy="fsep", kind=kind)
     assert moved[0] > 0
@@ -61,7 +61,7 @@ def test_b83_trainer_s_saves_end_and_are_whole(ranks, tmp_path: Path) -> None:
     assert not second, "another rank than the first wrote"
 
 
-@pytest.mark.parametrize("strategy", later("llep", "fsep"))
+@pytest.mark.parametrize("strategy", [*later("llep"), *nightly("fsep")])
 def test_b84_four_ranks_save_one_and_two_resume(ranks, tmp_path: Path, strategy: str) -> None:
     """Under other strategies, homes in other dimensions, and unpatched; loss, norm, weights, moments."""
     wanted = ranks(4).run(cases.saves, folder=str(tmp_path), strategy=strategy)[0]
@@ -81,7 +81,7 @@ def test_b84_homes_of_the_union(ranks, tmp_path: Path) -> None:
         ranks(2).run(cases.resumes, folder=folder, ways=[(other, SHARDED), (saver, SHARDED)], wanted=wanted)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_b84_eight_ranks(ranks, tmp_path: Path) -> None:
     """More ranks than experts: one owns none. How many saved is seen in sharded states only; a full one is one file."""
@@ -98,7 +98,7 @@ def test_b84_eight_ranks(ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("saver", ["fsep", "llep", None])
+@pytest.mark.parametrize("saver", ["fsep", *nightly("llep", None)])
 def test_b84_to_and_from_replicas(ranks, tmp_path: Path, saver: str | None) -> None:
     """What two replicas of two shards (HSDP) saved, two ranks resume; and the other way."""
     replicas, one, two = {"parallelism": (2, 2)}, str(tmp_path / "one"), str(tmp_path / "two")
@@ -173,7 +173,7 @@ def check_ways(ranks, folder: str, saver: str | None, every: list[tuple[Any, ...
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("saver", [*OTHERS, *AUTO])
+@pytest.mark.parametrize("saver", [*nightly(*OTHERS), *AUTO[:2], *nightly(*AUTO[2:])])
 def test_auto_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
     """What each saves ``auto`` resumes; what ``auto`` saves, each, and ``auto`` that has chosen otherwise."""
     check_ways(ranks, str(tmp_path), saver, AUTO_WAYS)
@@ -192,7 +192,7 @@ WAYS = covering((None, *STRATEGIES), (None, "ep", "fsep"), cases.KINDS, (1, 2, 4
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("saver", [None, *STRATEGIES])
+@pytest.mark.parametrize("saver", [None, STRATEGIES[0], *nightly(*STRATEGIES[1:])])
 def test_matrix(ranks, tmp_path: Path, saver: str | None) -> None:
     """Saved by each, resumed under homes of either dimension and unpatched, both kinds, on one, two and four ranks."""
     check_ways(ranks, str(tmp_path), saver, WAYS)
@@ -214,8 +214,8 @@ def trained(ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 @pytest.mark.parametrize(
     ("kind", "world_size", "strategy"),
     [
-        pytest.param(*way, marks=pytest.mark.long)
-        for way in [(SHARDED, 2, "llep"), (FULL, 2, "llep"), (SHARDED, 1, None), (FULL, 4, "ep"), (SHARDED, 4, "auto")]
+        *later((SHARDED, 2, "llep"), (FULL, 4, "ep")),
+        *nightly((FULL, 2, "llep"), (SHARDED, 1, None), (SHARDED, 4, "auto")),
     ],
 )
 def test_trainer_resumes_elsewhere(
@@ -240,10 +240,8 @@ def uncut(ranks, tmp_path_factory: pytest.TempPathFactory) -> cases.Numbers:
     ("kind", "moment"),
     [
         (SHARDED, "model"),
-        *(
-            pytest.param(kind, moment, marks=pytest.mark.long)
-            for kind, moment in [(SHARDED, "state"), (FULL, "model"), (FULL, "optimizer"), (SHARDED, "optimizer")]
-        ),
+        *later((SHARDED, "state"), (FULL, "optimizer")),
+        *nightly((FULL, "model"), (SHARDED, "optimizer")),
     ],
 )
 def test_killed_save_leaves_the_earlier_checkpoint(ranks, uncut, tmp_path: Path, kind: str, moment: str) -> None:
@@ -256,10 +254,8 @@ def test_killed_save_leaves_the_earlier_checkpoint(ranks, uncut, tmp_path: Path,
     ("kind", "moment"),
     [
         (SHARDED, "optimizer"),
-        *(
-            pytest.param(kind, moment, marks=pytest.mark.long)
-            for kind, moment in [(SHARDED, "model"), (SHARDED, "rename"), (FULL, "model"), (FULL, "optimizer")]
-        ),
+        *later((SHARDED, "rename"), (FULL, "model")),
+        *nightly((SHARDED, "model"), (FULL, "optimizer")),
     ],
 )
 def test_killed_state_leaves_the_earlier_one(ranks, tmp_path: Path, kind: str, moment: str) -> None:
