@@ -215,9 +215,13 @@ def half_precision(
     steps: int = 12,
     changes: dict[str, Any] | None = None,
     make: Callable[..., nn.Module] = tiny_model,
+    least: int | None = None,
     **config: Any,
 ) -> dict[str, tuple[float, float]]:
-    """Errors of bf16 gradients against fp32, the unpatched model's and ours, by parameter, over several batches."""
+    """Errors of bf16 gradients against fp32, the unpatched model's and ours, by parameter, over several batches.
+
+    Of these at least so many, or half, must be routed as in fp32.
+    """
     start, expected_steps = _half_expected(make, family, steps, tuple(sorted((changes or {}).items())))
     model = make(family, dtype=torch.bfloat16, **(changes or {}))
     model.load_state_dict(start)
@@ -238,7 +242,7 @@ def half_precision(
             for at, grad in enumerate((theirs[name], full(parameter.grad))):
                 squares[keys[name]][at] += float((grad.float() - want[name]).square().sum())
             squares[keys[name]][2] += float(want[name].square().sum())
-    assert alike >= steps // 2, f"routed as in fp32 in {alike} steps only"
+    assert alike >= (least or steps // 2), f"routed as in fp32 in {alike} steps only"
     return {name: ((a / norm) ** 0.5, (b / norm) ** 0.5) for name, (a, b, norm) in squares.items()}
 
 
