@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +26,7 @@ from hf_laer.bench.models import OURS
 from hf_laer.compute import grouped_gemm
 from hf_laer.config import RECOMPUTE
 from tests.engine import cases, cases_edges
-from tests.gpu.one_gpu import ranks_of_one_gpu
+from tests.gpu.ranks import ranks_of_one_gpu, ranks_of_this_host
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 # Rows of 16 bytes in either precision, which grouped_mm wants.
@@ -97,16 +94,6 @@ def main() -> int:
         dist.barrier()
     dist.destroy_process_group()
     return failures
-
-
-@contextmanager
-def ranks_of_this_host() -> Iterator[None]:
-    """Joins the ranks that torchrun has started, each on a GPU of its own, or on CPUs."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo")
-    yield
 
 
 def tried(families: list[str], strategies: list[str]) -> int:

@@ -1,7 +1,8 @@
-"""Several ranks on one GPU: whether what they write into each other's memory is right. Their speed means nothing.
+"""The ranks that torchrun has started: each on a GPU of its own, or several on one.
 
-NCCL refuses such ranks, so messages go through the host, by gloo. PyTorch shares memory between processes of one device
-if it is told to; where ranks meet, the device gives each its turn.
+On one, whether what they write into each other's memory is right can be seen; their speed means nothing. NCCL refuses
+such ranks, so messages go through the host, by gloo. PyTorch shares memory between processes of one device if it is told
+to; where ranks meet, the device gives each its turn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class _Done:
 
 @contextmanager
 def ranks_of_one_gpu() -> Iterator[None]:
-    """Joins the ranks that torchrun has started, all on the first GPU."""
+    """Joins all ranks, which share the first GPU."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:gloo")
@@ -78,3 +79,13 @@ def _full(tensor: torch.Tensor | None) -> torch.Tensor:
     parts: Sequence[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, tensor.to_local().detach().cpu())
     return torch.cat(list(parts), tensor.placements[-1].dim).to(tensor.device)
+
+
+@contextmanager
+def ranks_of_this_host() -> Iterator[None]:
+    """Joins all ranks, each on a GPU of its own, or on CPUs."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    yield
