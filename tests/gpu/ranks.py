@@ -1,8 +1,8 @@
 """The ranks that torchrun has started: each on a GPU of its own, or several on one.
 
 On one, whether what they write into each other's memory is right can be seen; their speed means nothing. NCCL refuses
-such ranks, so messages go through the host, by gloo. PyTorch shares memory between processes of one device if it is told
-to; where ranks meet, the device gives each its turn.
+such ranks, so messages go through the host, by gloo. PyTorch shares memory between processes of one device if it is
+told to; where ranks meet, the device gives each its turn.
 """
 
 from __future__ import annotations
