@@ -123,6 +123,9 @@ class MoELayer:
             factors = [factor for adapter in adapters for factor in (adapter.a, adapter.b)]
             kinds = [(adapter.weight, adapter.scaling) for adapter in adapters]
             out = _MoE.apply(hidden, top_k_weights, self, run, anchor, kinds, *factors)
+            if not torch.is_grad_enabled():
+                # No backward will want it.
+                self.engine.unsharder.release(self.name)
             afterwards, run.afterwards = run.afterwards, None
             if afterwards is not None:
                 afterwards()

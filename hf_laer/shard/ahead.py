@@ -262,7 +262,7 @@ class Unsharder:
         _wait(ahead)
 
     def release(self, layer: str) -> None:
-        """After a layer's backward: lets its own experts go. Slots stay for the next pass."""
+        """After a layer's backward, or if there is none: lets its own experts go. Slots stay for the next pass."""
         kept = self._kept.get(layer)
         if kept is not None and kept.own is not None:
             self._kept[layer] = kept._replace(own=None)

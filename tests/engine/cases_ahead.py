@@ -86,6 +86,32 @@ def converted(strategy: str, **config: Any) -> list[list[str]]:
     return steps
 
 
+def copies_that_stay(strategy: str, **config: Any) -> list[int]:
+    """Layers whose own experts stay converted: after an evaluation, a forward, and its backward."""
+    model = patched(
+        tiny_model("mixtral", num_hidden_layers=LAYERS),
+        strategy=strategy,
+        compute_dtype="bfloat16",
+        reshard_after_forward=False,
+        **config,
+    )
+    engine, found = get_engine(model), []
+    assert engine is not None
+
+    def count() -> None:
+        found.append(sum(kept.own is not None for kept in engine.unsharder._kept.values()))
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            loss_of(model, batch_of(dist.get_rank()))
+        count()
+    loss = loss_of(model, batch_of(dist.get_rank()))
+    count()
+    loss.backward()
+    count()
+    return found
+
+
 def _backward(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Every gradient of a step."""
     model.zero_grad()

@@ -106,3 +106,9 @@ def test_own_experts_are_converted_while_the_host_plans(ranks, strategy: str) ->
 def test_experts_that_are_cut_are_not(ranks) -> None:
     found = ranks(2).run(cases_ahead.converted, strategy="fsep", slots_per_rank=4)
     assert found == [[["planned"]] * 3] * 2
+
+
+@pytest.mark.parametrize("strategy", ["llep", "fsep+llep:whole"])
+def test_copies_stay_for_a_backward_only(ranks, strategy: str) -> None:
+    settings = {"slots_per_rank": 5} if strategy == "fsep+llep:whole" else {}
+    assert ranks(2).run(cases_ahead.copies_that_stay, strategy=strategy, **settings) == [[0, 0, 3, 0]] * 2
