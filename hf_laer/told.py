@@ -85,7 +85,7 @@ def tell_ahead(
     if gone is None:
         return None
     told = everyone.to_host(gone.told, meanwhile).numpy()
-    rows = _each(told[:, len(loads) :])
+    rows = np.diff(told[:, len(loads) :], prepend=0)
     return Told(np.ascontiguousarray(told[:, : len(loads)]), rows, gone)
 
 
@@ -120,12 +120,5 @@ def tell(
     at = len(loads) + (0 if leaving is None else ranks)
     for nth, tuner in enumerate(tuners):
         tuner.agree(*told[:, at + 2 * nth :][:, :2].T)
-    rows = None if leaving is None else _each(told[:, len(loads) : at])
+    rows = None if leaving is None else np.diff(told[:, len(loads) : at], prepend=0)
     return Told(np.ascontiguousarray(told[:, : len(loads)]), rows)
-
-
-def _each(ends: np.ndarray) -> np.ndarray:
-    """How many there are of each, given where they end; NumPy's own ``diff`` takes ten times as long."""
-    each = ends.copy()
-    each[:, 1:] -= ends[:, :-1]
-    return each

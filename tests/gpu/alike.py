@@ -1,8 +1,8 @@
-"""Peers' memory against messages on GPUs: every bit of every gradient alike, also where experts stay until backward.
+"""Peers' memory against messages: every bit of every gradient alike, also where experts stay until backward.
 
     torchrun --nproc_per_node=4 -m tests.gpu.alike --one-gpu
 
-Four layers in a row, loads that drift.
+Four layers in a row, loads that drift. Without GPUs it runs on CPUs, with smaller layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,29 +20,37 @@ from hf_laer.bench.layer import Batch, Bench, LayerShape
 from hf_laer.bench.models import OURS
 from tests.gpu.ranks import ranks_of_one_gpu, ranks_of_this_host
 
-SHAPE = LayerShape(experts=8, hidden=1024, intermediate=2048, top_k=2, tokens=2048, layers=4)
-# Every step's loads make another layout, and what can be spilled is.
+ON_GPU = LayerShape(experts=8, hidden=1024, intermediate=2048, top_k=2, tokens=2048, layers=4)
+ON_CPU = LayerShape(experts=8, hidden=64, intermediate=96, top_k=2, tokens=128, layers=4)
+# Every step's loads ask for another layout, and what can be spilled is.
 MOVING = {"history": 1, "min_tokens_per_gemm": 1, "imbalance_threshold": 1.0}
 WAYS: dict[str, dict[str, Any]] = {
     "messages": {"peer_memory": False},
-    "memory": {},
-    "memory, kept": {"reshard_after_forward": False},
+    "memory": {"peer_memory": True},
+    "memory, kept": {"peer_memory": True, "reshard_after_forward": False},
 }
 
 
 def gradients(strategy: str, steps: int, **settings: Any) -> list[torch.Tensor]:
     """This rank's, of every step: of tokens, routing weights and its blocks of the experts. Collective."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    on_gpu = torch.cuda.is_available()
+    shape = ON_GPU if on_gpu else ON_CPU
+    kind = (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")), torch.bfloat16
     torch.manual_seed(1)
-    made = Bench(SHAPE, device, torch.bfloat16, settings=MOVING | settings).contender(strategy)
+    made = Bench(shape, *kind, settings=MOVING | settings).contender(strategy)
     torch.manual_seed(100 + dist.get_rank())
-    batch, found = Batch(SHAPE, "drift:0.9", device, torch.bfloat16), []
+    batch, found = Batch(shape, "drift:0.9", *kind), []
     for _ in range(steps):
         for tensor in (batch.hidden, batch.gates, *made.weights):
             tensor.grad = None
-        made.run(*batch()).backward(batch.grad)
+        # A layout that is made in time in one run might be late in another.
+        with patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
+            made.run(*batch()).backward(batch.grad)
         grads = [tensor.grad for tensor in (batch.hidden, batch.gates, *made.weights)]
         found += [(grad.to_local() if isinstance(grad, DTensor) else grad).cpu() for grad in grads if grad is not None]
+    assert made.engine is not None
+    assert (made.engine.shared_bytes > 0) == settings["peer_memory"], "memory is shared, or not, unasked"
+    assert made.engine.unsharder.keeps == (settings.get("reshard_after_forward") is False)
     return found
 
 

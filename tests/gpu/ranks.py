@@ -36,12 +36,8 @@ def ranks_of_one_gpu() -> Iterator[None]:
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:gloo")
     with ExitStack() as stack:
-        for owner, name, out in (
-            (dist, "all_to_all_single", 0),
-            (process_group, "_all_gather", 0),
-            (dist, "all_reduce", 0),
-        ):
-            stack.enter_context(patch.object(owner, name, _through_host(getattr(owner, name), out)))
+        for owner, name in ((dist, "all_to_all_single"), (process_group, "_all_gather"), (dist, "all_reduce")):
+            stack.enter_context(patch.object(owner, name, _through_host(getattr(owner, name))))
         stack.enter_context(patch.object(dist, "all_gather_object", _on_host(dist.all_gather_object)))
         stack.enter_context(patch.object(arena, "_reaches_all", lambda *_: True))
         for module in (models, cases, cases_edges):
@@ -49,15 +45,15 @@ def ranks_of_one_gpu() -> Iterator[None]:
         yield
 
 
-def _through_host(collective: Callable[..., Any], out: int) -> Callable[..., Any]:
-    """The collective of copies on the host; its ``out``-th argument is what it writes to."""
+def _through_host(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective of copies on the host; its first argument is what it writes to."""
 
     def call(*args: Any, group: Any = None, async_op: bool = False, **settings: Any) -> Any:
-        if not args[out].is_cuda:
+        if not args[0].is_cuda:
             return collective(*args, group=group, async_op=async_op, **settings)
         copies = [one.cpu() if isinstance(one, torch.Tensor) else one for one in args]
         collective(*copies, group=group, **settings)
-        args[out].copy_(copies[out])
+        args[0].copy_(copies[0])
         return _Done() if async_op else None
 
     return call
